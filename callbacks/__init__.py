@@ -1,0 +1,8 @@
+"""Lightning callbacks of a run; importable as ``pbrl_lightning.callbacks``."""
+
+from pbrl_lightning.callbacks.agent_export import AgentExport
+from pbrl_lightning.callbacks.collection_progress import CollectionProgress
+from pbrl_lightning.callbacks.comparator_history import ComparatorHistory
+from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
+
+__all__ = ["AgentExport", "CollectionProgress", "ComparatorHistory", "JointEvaluation"]

@@ -1,0 +1,32 @@
+"""Writes the trained agents as directories that plain transformers or PEFT loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+
+class AgentExport(L.Callback):
+    """Exports the team as ``agent_0``, ``agent_1`` … at the end of a run.
+
+    Args:
+        dirpath: Where to; default ``export`` in the run's log directory.
+    """
+
+    def __init__(self, dirpath: str | None = None) -> None:
+        self.dirpath = dirpath
+
+    @override
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            target = self.export(trainer, pl_module)
+            rank_zero_info(f"trained agents: {target}")
+
+    def export(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Path:
+        """Writes the agents now; returns the directory."""
+        target = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "export")
+        pl_module.team.save(target)  # type: ignore[union-attr,operator]
+        return target

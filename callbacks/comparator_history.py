@@ -1,0 +1,69 @@
+"""Keeps the policy checkpoints that a HistoryComparator compares against."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from typing_extensions import override
+
+from pbrl_lightning.comparators.history import history_name
+from pbrl_lightning.rounds import RoundCallback
+
+
+class ComparatorHistory(RoundCallback):
+    """Saves ``initial`` before the first update and ``iteration_0000`` (0-based) … after each round.
+
+    Each holds ``agent_0``, ``agent_1`` … that plain transformers or PEFT loads (adapters alone where the agents are
+    adapters). What the comparator can no longer need is removed, ``initial`` excepted.
+
+    Args:
+        dirpath: Where to; default ``history`` in the run's log directory.
+        keep_all: Keep the checkpoints of all rounds.
+    """
+
+    def __init__(self, dirpath: str | None = None, keep_all: bool = False) -> None:
+        self.dirpath = dirpath
+        self.keep_all = keep_all
+        self._directory: Path | None = None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return "ComparatorHistory"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"directory": str(self._directory) if self._directory is not None else None}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # A resumed run has a new log directory; what it compares against lies in the old one.
+        if self.dirpath is None and state_dict["directory"] is not None:
+            self._directory = Path(state_dict["directory"])
+
+    @override
+    def on_round_start(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
+        if self._directory is None:
+            self._directory = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "history")
+        trainer.datamodule.history_dir = self._directory  # type: ignore[attr-defined]
+        if round_number == 1:
+            self._save(trainer, pl_module, 0)
+
+    @override
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
+        self._save(trainer, pl_module, round_number)
+        lag = getattr(trainer.datamodule.comparator, "needs_history", None)  # type: ignore[attr-defined]
+        if lag is None or self.keep_all or not trainer.is_global_zero or self._directory is None:
+            return
+        # Round v + 1 needs the policy after round v + 1 - k; everything older will never be asked for.
+        for completed in range(1, round_number + 1 - lag):
+            shutil.rmtree(self._directory / history_name(completed), ignore_errors=True)
+
+    def _save(self, trainer: L.Trainer, pl_module: L.LightningModule, completed: int) -> None:
+        assert self._directory is not None  # set at the start of the round
+        if trainer.is_global_zero:
+            pl_module.team.save(self._directory / history_name(completed))  # type: ignore[union-attr,operator]
+        trainer.strategy.barrier()

@@ -1,0 +1,1 @@
+"""Agents: loading, prompts, sampling and log-probabilities."""

@@ -1,0 +1,176 @@
+"""LoRA adapters on one frozen backbone: options, activation, saved form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """A LoRA adapter per agent (Hu et al. 2021, arXiv 2106.09685).
+
+    Attributes:
+        r: Rank.
+        alpha: The update is scaled by ``alpha / r``.
+        target_modules: Names of the layers that get an adapter; None takes PEFT's choice for the architecture.
+        lora_dropout: Must be 0: the log-probabilities of a policy must not be random.
+    """
+
+    r: int = 16
+    alpha: int = 32
+    target_modules: list[str] | None = None
+    lora_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise ValueError(f"`r` must be >= 1, got {self.r}")
+        if self.lora_dropout != 0:
+            raise ValueError(f"`lora_dropout` must be 0 (dropout is off in every policy), got {self.lora_dropout}")
+
+    def to_peft(self) -> LoraConfig:
+        """The same as PEFT's configuration of a causal LM."""
+        return LoraConfig(
+            r=self.r,
+            lora_alpha=self.alpha,
+            target_modules=self.target_modules,
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        )
+
+
+def attach_adapters(
+    model: PreTrainedModel,
+    base: str | None,
+    names: list[str],
+    lora: LoraOptions | None,
+    directories: list[str | None],
+    seed: int,
+) -> PeftModel:
+    """Puts one trainable adapter per name on a frozen backbone.
+
+    Args:
+        model: The backbone; its weights are frozen.
+        base: Where the backbone comes from, written into saved adapters; None for what the model says itself.
+        names: Adapter names.
+        lora: Options of new adapters.
+        directories: Where each adapter is loaded from; None makes a new one, which changes nothing yet (B = 0).
+        seed: Seed of the new adapters' A matrices.
+
+    Raises:
+        ValueError: If a saved adapter has dropout, or a new one is asked for without options.
+    """
+    peft_model: PeftModel | None = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name, directory in zip(names, directories, strict=True):
+            if directory is not None:
+                if getattr(PeftConfig.from_pretrained(directory), "lora_dropout", 0):
+                    raise ValueError(f"the adapter {directory!r} has lora_dropout > 0; set it to 0 in its config")
+                if peft_model is None:
+                    peft_model = PeftModel.from_pretrained(model, directory, adapter_name=name, is_trainable=True)
+                else:
+                    peft_model.load_adapter(directory, adapter_name=name, is_trainable=True)
+            else:
+                if lora is None:
+                    raise ValueError("agents without a saved adapter need `lora`")
+                config = lora.to_peft()
+                if peft_model is None:
+                    peft_model = get_peft_model(model, config, adapter_name=name)
+                else:
+                    peft_model.add_adapter(name, config)
+    assert peft_model is not None  # names are never empty
+    # PEFT leaves all but the active adapter without gradients.
+    for parameter in peft_model.parameters():
+        parameter.requires_grad_(False)
+    for name in names:
+        if base is not None:
+            peft_model.peft_config[name].base_model_name_or_path = base
+        for parameter in adapter_parameters(peft_model, name).values():
+            parameter.requires_grad_(True)
+    return peft_model.eval()
+
+
+def adapter_parameters(peft_model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """The parameters of one adapter, by full name."""
+    return {key: parameter for key, parameter in peft_model.named_parameters() if f".{name}." in f"{key}."}
+
+
+@contextmanager
+def adapter_active(model: nn.Module, name: str) -> Iterator[None]:
+    """Makes one adapter the active one inside; touches neither ``requires_grad`` nor anything else.
+
+    PEFT's own ``set_adapter`` turns gradients off for all other adapters, which would silently leave all but the
+    last agent untrained.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    earlier = [layer._active_adapter for layer in layers]
+    for layer in layers:
+        layer._active_adapter = [name]
+    try:
+        yield
+    finally:
+        for layer, adapter in zip(layers, earlier, strict=True):
+            layer._active_adapter = adapter
+
+
+def save_adapter(peft_model: PeftModel, name: str, directory: Path) -> None:
+    """Writes one adapter in PEFT's form, under PEFT's default adapter name."""
+    state = get_peft_model_state_dict(peft_model, adapter_name=name)
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = peft_model.peft_config[name]
+    inference_mode, config.inference_mode = config.inference_mode, True
+    try:
+        config.save_pretrained(str(directory))
+    finally:
+        config.inference_mode = inference_mode
+
+
+@contextmanager
+def adapter_values(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Other values for these parameters inside; the own ones are back after it, bit for bit."""
+    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    _copy(parameters, values)
+    try:
+        yield
+    finally:
+        _copy(parameters, own)
+
+
+@torch.no_grad()
+def _copy(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Any]) -> None:
+    missing = sorted(set(parameters) - set(values))
+    if missing:
+        raise ValueError(f"the saved adapter lacks {', '.join(missing[:3])} … ({len(missing)} of {len(parameters)})")
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
+
+
+def read_adapter(directory: Path, parameters: Mapping[str, nn.Parameter], name: str) -> dict[str, Tensor]:
+    """A saved adapter's values under the names that its parameters have on a backbone.
+
+    Args:
+        directory: What :func:`save_adapter` wrote.
+        parameters: The adapter's parameters.
+        name: The adapter's name on the backbone.
+
+    Raises:
+        ValueError: If the file lacks one of them.
+    """
+    saved = load_file(directory / "adapter_model.safetensors")
+    keys = {parameter: parameter.replace(f".{name}.", ".") for parameter in parameters}
+    missing = [key for key in keys.values() if key not in saved]
+    if missing:
+        raise ValueError(f"the adapter in {str(directory)!r} lacks {missing[0]} and {len(missing) - 1} others")
+    return {parameter: saved[key] for parameter, key in keys.items()}

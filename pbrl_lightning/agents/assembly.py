@@ -1,0 +1,120 @@
+"""From names and objects to the backbones and agents of a team."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from pbrl_lightning.agents.adapters import LoraOptions, attach_adapters
+from pbrl_lightning.agents.loading import (
+    Source,
+    context_length_of,
+    eos_ids_of,
+    load_model,
+    load_tokenizer,
+    resolve_source,
+)
+
+
+@dataclass
+class Agent:
+    """One agent of a team: its place in the team's backbones, and what goes with it."""
+
+    backbone: int
+    adapter: str | None
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: set[int]
+    context_length: int | None
+
+
+@dataclass(frozen=True)
+class TeamSettings:
+    """What a team was asked to be; see :class:`pbrl_lightning.agents.team.AgentTeam`."""
+
+    models: str | list[Any] | nn.Module
+    num_agents: int
+    lora: LoraOptions | None
+    tokenizers: Any
+    dtype: str
+    seed: int
+    frozen: bool = False
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with the settings, found without loading a model."""
+        found = []
+        models = self.models if isinstance(self.models, list) else [self.models]
+        objects = [model for model in models if isinstance(model, nn.Module)]
+        shared_object = isinstance(self.models, nn.Module) and self.num_agents > 1
+        given_twice = shared_object or len({id(model) for model in objects}) < len(objects)
+        if given_twice and self.lora is None and not self.frozen:
+            found.append("one model object is given for two agents; use `lora` (adapters on one backbone) or copies")
+        for index, model in enumerate(models):
+            if not isinstance(model, (str, nn.Module)):
+                found.append(f"`models[{index}]` must be a name, a path or a loaded model, got {type(model).__name__}")
+        if objects and self.tokenizers is None:
+            found.append("`tokenizers` must be given when `models` holds loaded models")
+        if isinstance(self.tokenizers, (list, tuple)) and len(self.tokenizers) != self.num_agents:
+            found.append(f"`tokenizers` must be one for all or {self.num_agents}, got {len(self.tokenizers)}")
+        if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
+            found.append(f"`dtype` must be float32, bfloat16, float16 or float64, got {self.dtype!r}")
+        return found
+
+
+def assemble(settings: TeamSettings) -> tuple[list[nn.Module], list[Agent]]:
+    """Loads what the settings name.
+
+    Agents with adapters on the same base share one backbone; every full model stands alone.
+
+    Returns:
+        The backbones, and the agents that point into them.
+
+    Raises:
+        OSError: If a model or a tokenizer cannot be loaded.
+    """
+    sources = _sources(settings)
+    groups: dict[Any, list[int]] = {}
+    for agent, source in enumerate(sources):
+        adapted = settings.lora is not None or (isinstance(source, Source) and source.adapter is not None)
+        base = source.base if isinstance(source, Source) else id(source)
+        kind = "adapters" if adapted else "full"
+        groups.setdefault((kind, base if adapted or settings.frozen else agent), []).append(agent)
+    backbones: list[nn.Module] = []
+    agents: dict[int, Agent] = {}
+    for (kind, _), members in groups.items():
+        first = sources[members[0]]
+        model = load_model(first.base, settings.dtype) if isinstance(first, Source) else first.eval()
+        context_length = context_length_of(model)
+        tokenizers = {agent: _tokenizer(settings, agent, sources[agent]) for agent in members}
+        eos_ids = {agent: eos_ids_of(model, tokenizers[agent]) for agent in members}
+        if kind == "adapters":
+            adapters = [source.adapter if isinstance(source := sources[agent], Source) else None for agent in members]
+            names = [f"agent_{agent}" for agent in members]
+            base = first.base if isinstance(first, Source) else None
+            model = attach_adapters(model, base, names, settings.lora, adapters, settings.seed)
+        for agent in members:
+            adapter = f"agent_{agent}" if kind == "adapters" else None
+            agents[agent] = Agent(len(backbones), adapter, tokenizers[agent], eos_ids[agent], context_length)
+        backbones.append(model)
+    return backbones, [agents[agent] for agent in range(settings.num_agents)]
+
+
+def _sources(settings: TeamSettings) -> list[Any]:
+    """Per agent, a :class:`Source` or a loaded model."""
+    models = settings.models if isinstance(settings.models, list) else [settings.models] * settings.num_agents
+    resolved = {name: resolve_source(name) for name in models if isinstance(name, str)}
+    return [resolved[model] if isinstance(model, str) else model for model in models]
+
+
+def _tokenizer(settings: TeamSettings, agent: int, source: Any) -> PreTrainedTokenizerBase:
+    if settings.tokenizers is not None:
+        listed = isinstance(settings.tokenizers, (list, tuple))
+        return settings.tokenizers[agent] if listed else settings.tokenizers
+    if source.adapter is not None:
+        try:
+            return load_tokenizer(source.adapter)
+        except OSError:
+            pass  # an adapter saved without its tokenizer speaks its base's
+    return load_tokenizer(source.base)

@@ -1,0 +1,108 @@
+"""The two halves of a causal LM's forward, each usable alone: hidden states, and logits of chosen positions.
+
+Logits are the largest tensor of language-model training, and most positions need none. The head is always
+applied by the model's own ``forward``, so that scaling and soft-capping of logits stay the model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+ContextPair = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+
+
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """The part of a causal LM below its head, or None if the model does not show one."""
+    decoder = getattr(model, "base_model", None)
+    return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """True if the model's forward names this argument."""
+    return argument in inspect.signature(type(model).forward).parameters
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    earlier = module.__dict__.get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if earlier is None:
+            del module.forward
+        else:
+            module.forward = earlier  # type: ignore[method-assign]
+
+
+@contextmanager
+def checkpointed_layers(model: nn.Module, context_fn: Callable[[], ContextPair]) -> Iterator[None]:
+    """Activation checkpointing of every decoder layer called inside, in train and in eval mode alike.
+
+    Transformers' own switch works in train mode only, while our policies stay in eval mode (no dropout).
+
+    Args:
+        model: A causal LM.
+        context_fn: Gives the contexts of the forward and of its recomputation; the latter must activate the same
+            adapter again, because the backward of all agents comes after the last agent's forward.
+
+    Raises:
+        ValueError: If the model has no layers that can be checkpointed.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no checkpointable layers; set gradient_checkpointing=False")
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+    originals = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(run, layer.forward)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer, original in zip(layers, originals, strict=True):
+            if original is None:
+                del layer.forward
+            else:
+                layer.forward = original  # type: ignore[method-assign]
+
+
+class SplitForward:
+    """One forward pass of a causal LM whose logits are computed only where they are asked for.
+
+    Args:
+        model: A causal LM of transformers, or any module that maps ``input_ids`` to an output with ``logits``.
+        **inputs: What the model's forward takes.
+    """
+
+    def __init__(self, model: nn.Module, **inputs: Any) -> None:
+        self._model = model
+        self._decoder = decoder_of(model)
+        self._output = (self._decoder or model)(**inputs)
+        # Without a visible decoder the full logits stand in for the hidden states, and the head for nothing.
+        self.states: Tensor = self._output.logits if self._decoder is None else self._output[0]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits of chosen rows of ``states``.
+
+        Args:
+            states: Shape ``(M, H)``.
+
+        Returns:
+            Shape ``(M, V)``, in the model's dtype.
+        """
+        if self._decoder is None:
+            return states
+        output = dataclasses.replace(self._output, last_hidden_state=states[None])
+        dummy = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
+        with _forward_replaced(self._decoder, lambda *_args, **_kwargs: output):
+            return self._model(input_ids=dummy, use_cache=False).logits[0]

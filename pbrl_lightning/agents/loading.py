@@ -1,0 +1,260 @@
+"""Models and tokenizers from names, directories, GGUF files, adapter directories and the built-in tiny model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+TINY = "builtin:tiny"
+"""Name of a random 2-layer Llama with a byte tokenizer, for tests and ``configs/debug``."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one policy comes from.
+
+    Attributes:
+        base: Hub id or local directory of the full model.
+        adapter: Directory of a LoRA adapter on it, or None.
+    """
+
+    base: str
+    adapter: str | None = None
+
+
+def cache_directory() -> Path:
+    """Where converted models are kept: ``$PBRL_CACHE``, else ``~/.cache/pbrl_lightning``."""
+    root = os.environ.get("PBRL_CACHE")
+    return Path(root) if root else Path.home() / ".cache" / "pbrl_lightning"
+
+
+def resolve_source(name: str) -> Source:
+    """Finds out what a model name stands for; converts what plain transformers cannot train from.
+
+    Args:
+        name: A hub id; a local directory with a model or a LoRA adapter; a ``.gguf`` file or a directory that holds
+            just one; ``package:NAME/FILE`` for a file inside an installed package; or ``builtin:tiny``. GGUF weights
+            are dequantised once into :func:`cache_directory`, and adapters name that directory as their base.
+
+    Raises:
+        FileNotFoundError: If a path or a package's file does not exist.
+        ValueError: If a directory holds neither a model nor an adapter.
+    """
+    if name == TINY:
+        return Source(_materialised("tiny", _save_tiny))
+    if name.startswith("package:"):
+        name = str(_package_file(name))
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return Source(_dequantised(path))
+    if not path.is_dir():
+        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+            raise FileNotFoundError(f"the model directory {name!r} does not exist")
+        return Source(name)
+    if (path / "adapter_config.json").exists():
+        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+        return Source(resolve_source(config["base_model_name_or_path"]).base, str(path))
+    if (path / "config.json").exists():
+        return Source(str(path))
+    gguf = sorted(path.glob("*.gguf"))
+    if len(gguf) == 1:
+        return Source(_dequantised(gguf[0]))
+    raise ValueError(
+        f"the directory {name!r} holds no model: it needs a config.json, an adapter_config.json or one .gguf file"
+    )
+
+
+def expand_sources(models: Any) -> Any:
+    """A directory that holds ``agent_0``, ``agent_1`` … (an export, a history checkpoint) as the list of these."""
+    if isinstance(models, Path):
+        models = str(models)
+    if isinstance(models, str) and (Path(models) / "agent_0").is_dir():
+        found = sorted(Path(models).glob("agent_*"), key=lambda path: int(path.name.removeprefix("agent_")))
+        return [str(path) for path in found]
+    return models
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers inside: a run has one of its own."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def load_model(name: str, dtype: str) -> PreTrainedModel:
+    """A causal LM in eval mode.
+
+    Raises:
+        OSError: If it is neither a local directory nor to be had from the hub.
+    """
+    try:
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    except OSError as error:
+        raise OSError(f"the model {name!r} is neither a local directory nor to be had from the hub: {error}") from error
+    return model.eval()
+
+
+def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside a model.
+
+    Raises:
+        OSError: If there is none.
+    """
+    # A directory without tokenizer files makes AutoTokenizer invent an empty one for some architectures.
+    path = Path(directory)
+    if path.is_dir() and not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise OSError(
+            f"the model directory {directory!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
+            "save the tokenizer there too, or pass `tokenizers`"
+        )
+    return AutoTokenizer.from_pretrained(directory)
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def write_directory(target: Path, write: Callable[[Path], None]) -> None:
+    """Writes a directory under a temporary name and renames it, so that a half-written one is never found."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        with _quiet():
+            write(temporary)
+        temporary.chmod(0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def eos_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Every id that ends a response: the generation config may name several."""
+    ids: set[int] = set()
+    for value in (
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        ids.update(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
+    return ids
+
+
+def context_length_of(model: Any) -> int | None:
+    """Most positions the model has, or None if it does not say."""
+    config = getattr(model, "config", None)
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+
+
+def _package_file(name: str) -> Path:
+    package, _, file = name.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(f"the package {package!r} is not installed (model {name!r})")
+    path = Path(spec.submodule_search_locations[0]) / file
+    if not path.exists():
+        raise FileNotFoundError(f"the package {package!r} holds no file {file!r}")
+    return path
+
+
+def _materialised(key: str, save: Callable[[Path], None]) -> str:
+    target = cache_directory() / key
+    if not (target / "config.json").exists():
+        write_directory(target, save)
+    return str(target)
+
+
+def _dequantised(path: Path) -> str:
+    if not path.exists():
+        raise FileNotFoundError(f"the GGUF file {str(path)!r} does not exist")
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+
+    def save(directory: Path) -> None:
+        from transformers import GgufConfig
+
+        source, file = str(path.parent), path.name
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
+        model.save_pretrained(directory)
+        AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(directory)
+
+    return _materialised(f"{path.stem}-{digest.hexdigest()[:12]}", save)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, with ``<s>``, ``</s>`` and ``<pad>``; 259 tokens. Adds BOS to a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "<pad>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=512
+    )
+
+
+def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+    """A random Llama (hidden 64, 2 layers, 4 heads, 512 positions) for the byte tokenizer; float32, eval mode."""
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+def _save_tiny(directory: Path) -> None:
+    tiny_model().save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+
+
+def warn_once(counts: dict[str, int], key: str, message: str) -> None:
+    """Counts an event, and warns of its first occurrence."""
+    counts[key] = counts.get(key, 0) + 1
+    if counts[key] == 1:
+        warnings.warn(message, stacklevel=3)

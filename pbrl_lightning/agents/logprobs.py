@@ -1,0 +1,95 @@
+"""Log-probabilities of responses under a policy, in one batched forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pbrl_lightning.agents.forward import ContextPair, SplitForward, accepts, checkpointed_layers
+from pbrl_lightning.batches import TokenBatch
+
+LOGIT_BUDGET = 2**25
+"""Most logits held at once in a loss forward (128 MiB in fp32), whatever the vocabulary."""
+
+
+def scored_tokens(response_mask: Tensor, score_last_token: bool) -> Tensor:
+    """Which tokens count in a response's log-probability.
+
+    Args:
+        response_mask: Shape ``(R, T)``, bool; the response is one run of True per row.
+        score_last_token: False leaves out each row's last response token (SPEC S10).
+
+    Returns:
+        Shape ``(R, T)``, bool.
+
+    Example:
+        >>> scored_tokens(torch.tensor([[False, True, True, False]]), score_last_token=False).tolist()
+        [[False, True, False, False]]
+    """
+    if score_last_token:
+        return response_mask
+    has_next = torch.zeros_like(response_mask)
+    has_next[:, :-1] = response_mask[:, 1:]
+    return response_mask & has_next
+
+
+def sequence_logps(
+    model: nn.Module,
+    batch: TokenBatch,
+    *,
+    score_last_token: bool = True,
+    layer_context: Callable[[], ContextPair] | None = None,
+    logit_budget: int = LOGIT_BUDGET,
+) -> Tensor:
+    """Summed log-probability of each row's response given its prompt.
+
+    The model's own distribution: temperature 1, no filtering. Logits exist only for positions that predict a
+    scored token, in chunks of at most ``logit_budget`` numbers.
+
+    Args:
+        model: A causal LM.
+        batch: ``R`` rows.
+        score_last_token: False leaves out each response's last token.
+        layer_context: Turns on activation checkpointing of the decoder layers with these contexts.
+        logit_budget: Most logits held at once.
+
+    Returns:
+        Nats, shape ``(R,)``, float32 (float64 for a float64 model). A row without scored tokens gives 0.
+    """
+    inputs: dict[str, Tensor | bool] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
+    if accepts(model, "use_cache"):
+        inputs["use_cache"] = False
+    with checkpointed_layers(model, layer_context) if layer_context else nullcontext():
+        split = SplitForward(model, **inputs)
+    predicted = scored_tokens(batch.response_mask, score_last_token)[:, 1:]
+    rows, columns = predicted.nonzero(as_tuple=True)
+    # The token in column t + 1 is predicted from the state in column t.
+    states = split.states[rows, columns]
+    targets = batch.input_ids[rows, columns + 1]
+    token_logps = _token_logps(split, states, targets, _chunk_length(model, split, logit_budget))
+    return torch.zeros(len(batch.input_ids), dtype=token_logps.dtype, device=token_logps.device).index_add(
+        0, rows, token_logps
+    )
+
+
+def _chunk_length(model: nn.Module, split: SplitForward, logit_budget: int) -> int:
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or split.states.shape[-1]
+    return max(1, logit_budget // vocabulary)
+
+
+def _token_logps(split: SplitForward, states: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Log-probability of each target, shape ``(M,)``; recomputes a chunk's logits in the backward if there are many."""
+
+    def score(chunk_states: Tensor, chunk_targets: Tensor) -> Tensor:
+        logits = split.logits(chunk_states)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits.gather(1, chunk_targets[:, None])[:, 0] - logits.logsumexp(1)
+
+    if len(states) <= chunk:
+        return score(states, targets)
+    parts = zip(states.split(chunk), targets.split(chunk), strict=True)
+    return torch.cat([checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

@@ -1,0 +1,147 @@
+"""Task item to prompt text, and text to token ids."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from pbrl_lightning.batches import TaskItem
+from pbrl_lightning.importing import import_object
+
+Formatter = Callable[[TaskItem], Any]
+"""Task item to a prompt string, or to a list of chat messages that the tokenizer's chat template renders."""
+
+
+class _Fields(dict[str, Any]):
+    def __missing__(self, key: str) -> Any:
+        fields = ", ".join(map(repr, sorted(self))) or "none"
+        raise ValueError(f"the template names the field {key!r}, but the task item has: {fields}")
+
+
+def _fill(template: str, item: Mapping[str, Any]) -> str:
+    try:
+        return template.format_map(_Fields(item))
+    except (IndexError, KeyError, AttributeError) as error:
+        raise ValueError(f"the template {template!r} cannot be filled from the task item: {error}") from error
+
+
+class PromptTemplate:
+    """A plain prompt such as ``"Summarise: {prompt}"``; ``{name}`` is replaced by the item's field.
+
+    Example:
+        >>> PromptTemplate("Explain: {prompt}")({"prompt": "rain"})
+        'Explain: rain'
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __call__(self, item: TaskItem) -> str:
+        return _fill(self.text, item)
+
+
+class ChatTemplate:
+    """A user message, and a system message before it, rendered by the tokenizer's own chat template.
+
+    Example:
+        >>> ChatTemplate("{prompt}", system="Be brief.")({"prompt": "Hi"})[1]
+        {'role': 'user', 'content': 'Hi'}
+    """
+
+    def __init__(self, user: str = "{prompt}", system: str | None = None) -> None:
+        self.user = user
+        self.system = system
+
+    def __call__(self, item: TaskItem) -> list[dict[str, str]]:
+        messages = [{"role": "user", "content": _fill(self.user, item)}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": _fill(self.system, item)})
+        return messages
+
+
+def resolve_formatters(formatters: Any, num_agents: int) -> list[Formatter]:
+    """One formatter per agent.
+
+    Args:
+        formatters: None (the item's ``prompt`` as it is), one formatter for all agents, or a list of one per agent.
+            A formatter is a template string, a callable, or the import path of a callable or of a list of them.
+        num_agents: Number of agents.
+
+    Raises:
+        ValueError: If the number of formatters differs from the number of agents, or one is of another type.
+    """
+    if isinstance(formatters, str) and "{" not in formatters:
+        formatters = import_object(formatters)
+    if formatters is None:
+        formatters = "{prompt}"
+    if isinstance(formatters, str) or callable(formatters):
+        formatters = [formatters] * num_agents
+    if not isinstance(formatters, Sequence) or len(formatters) != num_agents:
+        count = len(formatters) if isinstance(formatters, Sequence) else formatters
+        raise ValueError(f"`formatters` must be one for all or one per agent ({num_agents} agents), got {count}")
+    resolved: list[Formatter] = []
+    for agent, formatter in enumerate(formatters):
+        if isinstance(formatter, str):
+            formatter = PromptTemplate(formatter) if "{" in formatter else import_object(formatter)
+        if not callable(formatter):
+            raise ValueError(f"`formatters[{agent}]` must be a template string or a callable, got {formatter!r}")
+        resolved.append(formatter)
+    return resolved
+
+
+def render_prompt(formatter: Formatter, item: TaskItem, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt text of one task item for one agent."""
+    prompt = formatter(item)
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
+        return render_chat(prompt, tokenizer)
+    raise ValueError(f"a formatter must return a string or a list of chat messages, got {prompt!r}")
+
+
+def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Chat messages as text, ending where the assistant's turn begins.
+
+    Templates that refuse the system role (Gemma's, for one) get its text at the head of the first user message.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"a chat formatter needs a tokenizer with a chat template, and {tokenizer.name_or_path!r} has none; "
+            "use a template string such as 'Summarise: {prompt}'"
+        )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception:
+        if messages[0].get("role") != "system" or len(messages) < 2:
+            raise
+    system, user, *rest = messages
+    warnings.warn(
+        f"the chat template of {tokenizer.name_or_path!r} takes no system role; its text goes before the user's",
+        stacklevel=2,
+    )
+    folded = {**user, "content": f"{system['content']}\n\n{user['content']}"}
+    return str(tokenizer.apply_chat_template([folded, *rest], tokenize=False, add_generation_prompt=True))
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a prompt: special tokens added unless the text already begins with the BOS text; never empty."""
+    bos = tokenizer.bos_token
+    has_bos = bool(bos) and text.startswith(str(bos))
+    ids = list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+    # Some tokenizers close every text with EOS: a prompt is not a finished text.
+    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
+        ids.pop()
+    if not ids:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if start is None:
+            raise ValueError("an empty prompt needs a tokenizer with a BOS or EOS token")
+        ids = [start]
+    return ids
+
+
+def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a response text, without special tokens."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,237 @@
+"""Sampling responses: each prompt is encoded once, its candidates are decoded together.
+
+A candidate depends on its own uniforms only, not on what else is in the batch: the cumulative distribution of
+the filtered distribution, in token-id order, is inverted at one uniform per (candidate, token) drawn in advance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from pbrl_lightning.agents.forward import SplitForward, accepts
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How responses are sampled: temperature, then top-k, then top-p, then the draw.
+
+    Attributes:
+        temperature: Divides the logits; 0 takes the most probable token.
+        top_p: Smallest set of tokens whose probability reaches this; 1 keeps all.
+        top_k: Most probable tokens kept; None keeps all.
+        max_new_tokens: Tokens after which a response is cut.
+        token_budget: Most tokens (prompt and response, over all rows) decoded in one batch; bounds memory.
+
+    Raises:
+        ValueError: If a value is out of range; all of them are named at once.
+    """
+
+    temperature: float = 0.6
+    top_p: float = 0.6
+    top_k: int | None = 50
+    max_new_tokens: int = 256
+    token_budget: int = 16384
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.temperature < float("inf"):
+            problems.append(f"`temperature` must be a finite number >= 0 (0 = greedy), got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"`top_p` must be in (0, 1] (1 = off), got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            problems.append(f"`top_k` must be >= 1 or null (off), got {self.top_k}")
+        if self.max_new_tokens < 1:
+            problems.append(f"`max_new_tokens` must be >= 1, got {self.max_new_tokens}")
+        if self.token_budget < 1:
+            problems.append(f"`token_budget` must be >= 1, got {self.token_budget}")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+@dataclass(frozen=True)
+class SampledIds:
+    """Sampled ids of one response (EOS included) and whether it ended at EOS."""
+
+    token_ids: list[int]
+    finished: bool
+
+
+def filtered_distribution(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float
+) -> tuple[Tensor, Tensor]:
+    """The distribution that is sampled from: temperature, then top-k, then top-p.
+
+    Tokens equal to the k-th logit all stay, and of equal tokens at the edge of top-p those with the larger id stay:
+    both as in transformers' logits processors.
+
+    Args:
+        logits: Shape ``(R, V)``.
+        temperature: Above 0.
+        top_k: Most probable tokens kept, or None.
+        top_p: In (0, 1].
+
+    Returns:
+        Token ids in ascending order and their probabilities (float64, 0 for removed tokens, not normalised), both
+        of shape ``(R, C)`` with ``C <= V``.
+
+    Example:
+        >>> ids, probs = filtered_distribution(torch.tensor([[0.0, 2.0, 1.0]]), 1.0, 2, 1.0)
+        >>> ids.tolist(), [round(p, 3) for p in (probs / probs.sum()).flatten().tolist()]
+        ([[1, 2]], [0.731, 0.269])
+    """
+    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    if top_k is not None and top_k < logits.shape[1]:
+        kth = logits.topk(top_k, dim=1).values[:, -1:]
+        width = int((logits >= kth).sum(1).max())
+        ids = logits.topk(width, dim=1).indices.sort(dim=1).values
+        logits = logits.gather(1, ids)
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probs = logits.double().softmax(1)
+    if top_p < 1:
+        # Ascending and stable: what is removed first is the least probable token with the smallest id.
+        ascending, order = probs.sort(dim=1, stable=True)
+        removed = ascending.cumsum(1) <= 1 - top_p
+        removed[:, -1] = False
+        probs = probs.masked_fill(torch.zeros_like(removed).scatter(1, order, removed), 0.0)
+    return ids, probs
+
+
+def draw(ids: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverts each row's cumulative distribution: the first token with ``cdf > u * cdf[-1]``.
+
+    Args:
+        ids: Token ids, shape ``(R, C)``.
+        probs: Their probabilities up to a factor, shape ``(R, C)``, float64.
+        uniforms: In [0, 1), shape ``(R,)``, float64.
+
+    Returns:
+        Shape ``(R,)``; a token of zero probability is never drawn.
+    """
+    cdf = probs.cumsum(1)
+    index = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)
+    # Rounding may put the last product on the total: then the last token that has mass is meant.
+    last = probs.shape[1] - 1 - (probs.flip(1) > 0).int().argmax(1, keepdim=True)
+    return ids.gather(1, torch.minimum(index, last))[:, 0]
+
+
+def next_tokens(logits: Tensor, uniforms: Tensor, config: SamplingConfig) -> Tensor:
+    """The next token of each row, shape ``(R,)``."""
+    if config.temperature == 0:
+        return logits.argmax(1)
+    ids, probs = filtered_distribution(logits, config.temperature, config.top_k, config.top_p)
+    return draw(ids, probs, uniforms)
+
+
+@torch.no_grad()
+def sample_responses(
+    model: nn.Module,
+    prompts: list[list[int]],
+    uniforms: list[Tensor],
+    config: SamplingConfig,
+    eos_ids: set[int],
+) -> list[list[SampledIds]]:
+    """Samples candidates for each prompt.
+
+    Args:
+        model: A causal LM in eval mode.
+        prompts: ``B`` lists of token ids, none empty.
+        uniforms: ``B`` tensors of shape ``(K, max_new_tokens)``; ``K`` is the candidate count of that prompt.
+        config: Sampling options.
+        eos_ids: Ids that end a response.
+
+    Returns:
+        ``B`` lists of ``K`` responses.
+    """
+    results: list[list[SampledIds]] = [[] for _ in prompts]
+    for rows in _batches([len(prompt) for prompt in prompts], [len(u) for u in uniforms], config):
+        sampled = _decode(model, prompts, uniforms, rows, config, eos_ids)
+        for (prompt, _), response in zip(rows, sampled, strict=True):
+            results[prompt].append(response)
+    return results
+
+
+def _batches(lengths: list[int], counts: list[int], config: SamplingConfig) -> list[list[tuple[int, int]]]:
+    """Rows (prompt, candidate) grouped under the token budget, prompts of similar length together."""
+    batches: list[list[tuple[int, int]]] = []
+    current: list[tuple[int, int]] = []
+    for prompt in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
+        for candidate in range(counts[prompt]):
+            # Longest first, so the first row's prompt sets the width of the batch.
+            width = (lengths[current[0][0]] if current else lengths[prompt]) + config.max_new_tokens
+            if current and (len(current) + 1) * width > config.token_budget:
+                batches.append(current)
+                current = []
+            current.append((prompt, candidate))
+    return [*batches, current] if current else batches
+
+
+def _encode(model: nn.Module, prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Any, Tensor]:
+    """Logits after each prompt ``(B, V)``, the cache, and the left-padded attention mask ``(B, P)``."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    ids, mask = ids.to(device), mask.to(device)
+    cache = DynamicCache(config=model.config)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    split = SplitForward(model, **_step_inputs(model, ids, mask, positions, cache))
+    return split.logits(split.states[:, -1]), cache, mask
+
+
+def _step_inputs(model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> dict[str, Any]:
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
+    inputs["cache" if accepts(model, "cache") else "past_key_values"] = cache  # renamed in transformers 5.24
+    if accepts(model, "position_ids"):
+        inputs["position_ids"] = positions
+    return inputs
+
+
+def _decode(
+    model: nn.Module,
+    prompts: list[list[int]],
+    uniforms: list[Tensor],
+    rows: list[tuple[int, int]],
+    config: SamplingConfig,
+    eos_ids: set[int],
+) -> list[SampledIds]:
+    device = next(model.parameters()).device
+    unique = list(dict.fromkeys(prompt for prompt, _ in rows))
+    logits, cache, mask = _encode(model, [prompts[prompt] for prompt in unique], device)
+    source = torch.tensor([unique.index(prompt) for prompt, _ in rows], device=device)
+    cache.batch_select_indices(source)
+    logits, mask = logits[source], mask[source]
+    positions = mask.sum(1)
+    draws = torch.stack([uniforms[prompt][candidate] for prompt, candidate in rows]).to(device)
+    stop = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
+    tokens = torch.zeros(len(rows), config.max_new_tokens, dtype=torch.long)
+    lengths = torch.full((len(rows),), config.max_new_tokens)
+    finished = torch.zeros(len(rows), dtype=torch.bool)
+    alive = torch.arange(len(rows))  # rows still in the batch
+    for step in range(config.max_new_tokens):
+        drawn = next_tokens(logits, draws[:, step], config)
+        open_rows = ~finished[alive]
+        tokens[alive[open_rows], step] = drawn.cpu()[open_rows]
+        ended = torch.isin(drawn, stop).cpu() & open_rows
+        finished[alive[ended]] = True
+        lengths[alive[ended]] = step + 1
+        open_rows &= ~ended
+        if step + 1 == config.max_new_tokens or not open_rows.any():
+            break
+        # Leaving rows copies the cache, so it is done once a quarter of them has ended.
+        if int(open_rows.sum()) <= 0.75 * len(alive):
+            kept = open_rows.nonzero()[:, 0]
+            alive, kept = alive[kept], kept.to(device)
+            cache.batch_select_indices(kept)
+            drawn, mask, positions, draws = drawn[kept], mask[kept], positions[kept], draws[kept]
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        output = model(**_step_inputs(model, drawn[:, None], mask, positions[:, None], cache))
+        logits, positions = output.logits[:, -1], positions + 1
+    return [SampledIds(tokens[row, : lengths[row]].tolist(), bool(finished[row])) for row in range(len(rows))]

@@ -1,0 +1,327 @@
+"""AgentTeam: N policies with their tokenizers and formatters."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import Self, override
+
+from pbrl_lightning.agents.adapters import LoraOptions, adapter_active, adapter_parameters, save_adapter
+from pbrl_lightning.agents.assembly import Agent, TeamSettings, assemble
+from pbrl_lightning.agents.forward import ContextPair
+from pbrl_lightning.agents.loading import expand_sources, warn_once, write_directory
+from pbrl_lightning.agents.logprobs import sequence_logps
+from pbrl_lightning.agents.prompts import encode_prompt, render_prompt, resolve_formatters
+from pbrl_lightning.agents.sampling import SamplingConfig, sample_responses
+from pbrl_lightning.batches import Response, TaskItem, TeamSample, TokenBatch
+from pbrl_lightning.randomness import Stream, counted_uniforms
+
+
+class AgentTeam(nn.Module):
+    """``N`` causal language models that answer the same task item, each from its own prompt.
+
+    Two kinds of team: full models, one per agent (same or different architectures and tokenizers), or, with
+    ``lora``, one frozen backbone with one LoRA adapter per agent. Models are loaded on first use or by
+    :meth:`load`, so that a wrong configuration is reported before. The models are always in eval mode: dropout
+    would make log-probabilities random.
+
+    Args:
+        models: One name for ``num_agents`` separate copies (with ``lora``: for the shared backbone), a list of one
+            name or loaded model per agent, or a directory with ``agent_0``, ``agent_1`` … as an export has. Names
+            are described in :func:`pbrl_lightning.agents.loading.resolve_source`.
+        num_agents: Number of agents; may be left out when ``models`` is a list or such a directory.
+        lora: Adapter options; None trains all weights (or the saved adapters that ``models`` names).
+        formatters: Task item to prompt, one for all agents or one per agent: a template such as
+            ``"Summarise: {prompt}"``, a callable, a :class:`ChatTemplate`, or an import path. Default: ``{prompt}``.
+        tokenizers: One for all agents or one per agent; needed when ``models`` holds loaded models.
+        dtype: Weights of loaded models: ``float32``, ``bfloat16``, ``float16`` or ``float64``. Adapters stay in
+            float32 at least.
+        max_prompt_length: Longer prompts are cut on the left, counted and warned of once. Default: what the context
+            leaves beside ``max_new_tokens``.
+        gradient_checkpointing: Recompute activations in the backward: less memory, about a third more time.
+        seed: Seed of new adapters.
+        frozen: A team that nothing trains, such as a comparator: agents with the same source share one model.
+
+    Raises:
+        ValueError: If counts do not fit together, one model object is given for two agents, or a formatter is wrong.
+    """
+
+    def __init__(
+        self,
+        models: str | list[Any] | nn.Module,
+        *,
+        num_agents: int | None = None,
+        lora: LoraOptions | None = None,
+        formatters: Any = None,
+        tokenizers: Any = None,
+        dtype: str = "float32",
+        max_prompt_length: int | None = None,
+        gradient_checkpointing: bool = False,
+        seed: int = 0,
+        frozen: bool = False,
+    ) -> None:
+        super().__init__()
+        models = expand_sources(models)
+        count = _count_agents(models, num_agents)
+        self.formatters = resolve_formatters(formatters, count)
+        self.max_prompt_length = max_prompt_length
+        self.gradient_checkpointing = gradient_checkpointing
+        self.counts: dict[str, int] = {}
+        self.backbones = nn.ModuleList()
+        self._agents: list[Agent] = []
+        self._settings = TeamSettings(models, count, lora, tokenizers, dtype, seed, frozen)
+        problems = self._settings.problems()
+        if max_prompt_length is not None and max_prompt_length < 1:
+            problems.append(f"`max_prompt_length` must be >= 1, got {max_prompt_length}")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def num_agents(self) -> int:
+        """Number of agents ``N``."""
+        return self._settings.num_agents
+
+    def load(self) -> Self:
+        """Loads models and tokenizers; does nothing the second time."""
+        if not self._agents:
+            backbones, self._agents = assemble(self._settings)
+            self.backbones.extend(backbones)
+            if self._settings.frozen:
+                self.requires_grad_(False)
+            else:
+                self._check_ownership()
+        return self
+
+    @property
+    def is_loaded(self) -> bool:
+        """True once the models are in memory."""
+        return bool(self._agents)
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        # Policies stay in eval mode whatever the trainer asks for: no dropout, in any forward.
+        del mode
+        return super().train(False)
+
+    def tokenizer(self, agent: int) -> PreTrainedTokenizerBase:
+        """The tokenizer of one agent."""
+        return self.load()._agents[agent].tokenizer
+
+    def eos_ids(self, agent: int) -> set[int]:
+        """Ids that end a response of this agent."""
+        return self.load()._agents[agent].eos_ids
+
+    def context_length(self, agent: int) -> int | None:
+        """Most positions of the agent's model."""
+        return self.load()._agents[agent].context_length
+
+    def model(self, agent: int) -> Any:
+        """The agent's causal LM; for an adapter, the shared backbone (use :meth:`active` around it)."""
+        backbone = self.load().backbones[self._agents[agent].backbone]
+        return backbone.get_base_model() if isinstance(backbone, PeftModel) else backbone
+
+    def backbone(self, agent: int) -> Any:
+        """What was loaded for the agent: its model, or the PEFT model that holds its adapter."""
+        return self.load().backbones[self._agents[agent].backbone]
+
+    def adapter(self, agent: int) -> str | None:
+        """Name of the agent's adapter on its backbone, None for a full model."""
+        return self.load()._agents[agent].adapter
+
+    def active(self, agent: int) -> AbstractContextManager[None]:
+        """Context in which :meth:`model` speaks as this agent."""
+        adapter = self.adapter(agent)
+        return nullcontext() if adapter is None else adapter_active(self.backbone(agent), adapter)
+
+    def agent_parameters(self, agent: int) -> dict[str, nn.Parameter]:
+        """The agent's trainable parameters, by their name in its backbone."""
+        adapter, backbone = self.adapter(agent), self.backbone(agent)
+        named = dict(backbone.named_parameters()) if adapter is None else adapter_parameters(backbone, adapter)
+        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+    def prompt(self, agent: int, item: TaskItem, item_index: int) -> str:
+        """The prompt text of a task item for one agent.
+
+        Raises:
+            ValueError: If the formatter fails; names the agent and the item.
+        """
+        try:
+            return render_prompt(self.formatters[agent], item, self.tokenizer(agent))
+        except Exception as error:
+            raise ValueError(f"the formatter of agent {agent} failed on task item {item_index}: {error}") from error
+
+    def prompt_ids(self, agent: int, text: str, num_response_tokens: int) -> list[int]:
+        """Token ids of a prompt, cut on the left to leave room for the response.
+
+        Raises:
+            ValueError: If the context has no room for even one prompt token.
+        """
+        ids = encode_prompt(self.tokenizer(agent), text)
+        limits = [limit for limit in (self.max_prompt_length,) if limit is not None]
+        context = self.context_length(agent)
+        if context is not None:
+            if context <= num_response_tokens:
+                raise ValueError(
+                    f"agent {agent}'s model has {context} positions, which leaves no room for a prompt beside "
+                    f"{num_response_tokens} response tokens; lower `max_new_tokens`"
+                )
+            limits.append(context - num_response_tokens)
+        if limits and len(ids) > min(limits):
+            warn_once(
+                self.counts,
+                "truncated_prompts",
+                f"a prompt of agent {agent} has {len(ids)} tokens and was cut on the left to {min(limits)}; "
+                "further ones are counted as `truncated_prompts`",
+            )
+            ids = ids[-min(limits) :]
+        return ids
+
+    def sample(
+        self,
+        items: list[TaskItem],
+        item_indices: list[int],
+        *,
+        num_candidates: int,
+        sampling: SamplingConfig,
+        seed: int,
+        stream: Stream,
+        step: int = 0,
+    ) -> list[TeamSample]:
+        """Samples ``num_candidates`` responses of every agent to every item.
+
+        Args:
+            items: ``B`` task items.
+            item_indices: Their ``B`` indices in the dataset; with the four options below they fix every draw.
+            num_candidates: Responses per agent and item.
+            sampling: Sampling options.
+            seed: The run's seed.
+            stream: Random stream.
+            step: Round or rollout number.
+
+        Returns:
+            ``B`` team samples.
+        """
+        if sampling.temperature == 0 and num_candidates > 1:
+            warn_once(self.counts, "greedy", "temperature 0 makes all candidates of an item the same")
+        prompts: list[list[str]] = []
+        ids: list[list[list[int]]] = []
+        responses: list[list[dict[int, Response]]] = []
+        for agent in range(self.num_agents):
+            texts = [self.prompt(agent, item, index) for item, index in zip(items, item_indices, strict=True)]
+            prompt_ids = [self.prompt_ids(agent, text, sampling.max_new_tokens) for text in texts]
+            uniforms = [
+                counted_uniforms(num_candidates, sampling.max_new_tokens, seed, stream, step, index, agent)
+                for index in item_indices
+            ]
+            with self.active(agent):
+                sampled = sample_responses(self.model(agent), prompt_ids, uniforms, sampling, self.eos_ids(agent))
+            tokenizer = self.tokenizer(agent)
+            responses.append(
+                [
+                    {
+                        index: Response(
+                            tokenizer.decode(row.token_ids, skip_special_tokens=True), row.token_ids, row.finished
+                        )
+                        for index, row in enumerate(rows)
+                    }
+                    for rows in sampled
+                ]
+            )
+            prompts.append(texts)
+            ids.append(prompt_ids)
+        return [
+            TeamSample(
+                item_index=item_index,
+                prompts=[texts[row] for texts in prompts],
+                responses=[agent_responses[row] for agent_responses in responses],
+                prompt_ids=[prompt_ids[row] for prompt_ids in ids],
+            )
+            for row, item_index in enumerate(item_indices)
+        ]
+
+    def response_logps(self, agent: int, batch: TokenBatch, score_last_token: bool = True) -> Tensor:
+        """Summed log-probability of each row's response under one agent, nats, shape ``(R,)``; differentiable."""
+
+        def contexts() -> ContextPair:
+            return nullcontext(), self.active(agent)
+
+        with self.active(agent):
+            return sequence_logps(
+                self.model(agent),
+                batch,
+                score_last_token=score_last_token,
+                layer_context=contexts if self.gradient_checkpointing else None,
+            )
+
+    def save(self, directory: Path | str) -> None:
+        """Writes ``agent_0``, ``agent_1`` …: directories that plain transformers (or PEFT, for adapters) loads."""
+        for agent in range(self.num_agents):
+
+            def write(target: Path, agent: int = agent) -> None:
+                adapter, backbone = self.adapter(agent), self.backbone(agent)
+                if adapter is None:
+                    backbone.save_pretrained(target)
+                else:
+                    save_adapter(backbone, adapter, target)
+                self.tokenizer(agent).save_pretrained(target)
+
+            write_directory(Path(directory) / f"agent_{agent}", write)
+
+    def frozen_copy(self, devices: list[str] | None = None) -> AgentTeam:
+        """A copy with the current weights that nothing trains, agent ``i`` on ``devices[i % len(devices)]``."""
+        self.load()
+        copy = AgentTeam.__new__(AgentTeam)
+        nn.Module.__init__(copy)
+        for name in ("formatters", "max_prompt_length", "gradient_checkpointing", "_settings", "_agents"):
+            setattr(copy, name, getattr(self, name))
+        copy.counts = {}
+        copy.backbones = nn.ModuleList(deepcopy_detached(backbone) for backbone in self.backbones)
+        if devices:
+            copy.place(devices)
+        return copy.requires_grad_(False).train(False)
+
+    def place(self, devices: list[str]) -> None:
+        """Moves the models, the ``i``-th to ``devices[i % len(devices)]``."""
+        for index, backbone in enumerate(self.load().backbones):
+            backbone.to(devices[index % len(devices)])
+
+    def _check_ownership(self) -> None:
+        owner: dict[int, int] = {}
+        for agent in range(self.num_agents):
+            parameters = self.agent_parameters(agent).values()
+            if not parameters:
+                raise ValueError(f"agent {agent} has no trainable parameters (all have requires_grad=False)")
+            for parameter in parameters:
+                if owner.setdefault(id(parameter), agent) != agent:
+                    raise ValueError(
+                        f"agents {owner[id(parameter)]} and {agent} share trainable weights; give them `lora` "
+                        "(one adapter each on a frozen backbone) or separate copies"
+                    )
+
+
+def deepcopy_detached(module: nn.Module) -> nn.Module:
+    """A deep copy without gradients; parameters right after a backward can be copied too."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    return deepcopy(module, memo)
+
+
+def _count_agents(models: str | list[Any] | nn.Module, num_agents: int | None) -> int:
+    if isinstance(models, (list, tuple)):
+        if not models:
+            raise ValueError("`models` must name at least one model, got an empty list")
+        if num_agents is not None and num_agents != len(models):
+            raise ValueError(f"`num_agents` is {num_agents}, but `models` lists {len(models)}")
+        return len(models)
+    if num_agents is None:
+        raise ValueError("`num_agents` must be given when `models` is a single name")
+    if num_agents < 1:
+        raise ValueError(f"`num_agents` must be >= 1, got {num_agents}")
+    return num_agents

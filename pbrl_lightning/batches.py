@@ -1,0 +1,174 @@
+"""What is handed from one part to the next, typed. ``*_mask`` True means keep.
+
+Letters: ``B`` pairs or items, ``K`` candidates, ``N`` agents, ``T`` tokens, ``R`` rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TaskItem = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response of one agent.
+
+    Attributes:
+        text: The response without special tokens.
+        token_ids: The sampled ids, EOS included where it was sampled.
+        finished: True if it ended at EOS, False if the token limit cut it.
+    """
+
+    text: str
+    token_ids: list[int]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class TeamSample:
+    """What ``N`` agents said to one task item.
+
+    Attributes:
+        item_index: Index of the item in its dataset.
+        prompts: ``N`` prompt texts.
+        responses: ``N`` lists; ``responses[i]`` maps candidate index to response. An index may be missing.
+        prompt_ids: ``N`` lists of token ids as the agents read them (after cutting), None where unknown.
+    """
+
+    item_index: int
+    prompts: list[str]
+    responses: list[dict[int, Response]]
+    prompt_ids: list[list[int]] | None = None
+
+    @property
+    def joint_indices(self) -> list[int]:
+        """Candidate indices that every agent has, ascending."""
+        shared = set(self.responses[0]).intersection(*self.responses[1:])
+        return sorted(shared)
+
+    def completions(self, index: int) -> list[str]:
+        """The joint response of one candidate index: ``N`` texts."""
+        return [responses[index].text for responses in self.responses]
+
+    def token_ids(self, index: int) -> list[list[int]]:
+        """The joint response of one candidate index: ``N`` lists of token ids."""
+        return [responses[index].token_ids for responses in self.responses]
+
+
+@dataclass(frozen=True)
+class PairTokens:
+    """Token ids of a pair as they were sampled, one list per agent."""
+
+    prompts: list[list[int]]
+    winner: list[list[int]]
+    loser: list[list[int]]
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """A winner and a loser joint response of the same task item (SPEC S4).
+
+    Attributes:
+        prompts: ``N`` prompt texts.
+        winner_completions: ``N`` response texts.
+        loser_completions: ``N`` response texts.
+        winner_reward: Oracle score of the winner.
+        loser_reward: Oracle score of the loser.
+        candidate_reward_mean: Mean score of the candidates compared for the item.
+        raw_rewards: Winner's and loser's score before the reward processor; empty in base runs.
+        target_raw_reward: The current agents' score before the processor; None in base runs.
+        comparator_raw_reward: The comparator's score before the processor; None in base runs.
+        tokens: Sampled token ids. Not part of the record in a round file.
+    """
+
+    prompts: list[str]
+    winner_completions: list[str]
+    loser_completions: list[str]
+    winner_reward: float
+    loser_reward: float
+    candidate_reward_mean: float
+    raw_rewards: list[float] = field(default_factory=list)
+    target_raw_reward: float | None = None
+    comparator_raw_reward: float | None = None
+    tokens: PairTokens | None = None
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Rows of prompt + response for one agent, padded on the right.
+
+    Attributes:
+        input_ids: Shape ``(R, T)``, int64.
+        attention_mask: Shape ``(R, T)``, bool; True for real tokens.
+        response_mask: Shape ``(R, T)``, bool; True for response tokens, EOS included.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> TokenBatch:
+        """The same rows on another device."""
+        return TokenBatch(
+            self.input_ids.to(device, **kwargs),
+            self.attention_mask.to(device, **kwargs),
+            self.response_mask.to(device, **kwargs),
+        )
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """``B`` preference pairs as tokens.
+
+    Attributes:
+        agents: One batch per agent of ``2B`` rows: the ``B`` winners, then the ``B`` losers.
+        weights: Shape ``(B,)``; 1 for a pair, 0 for a row that only fills up a short rank.
+        loss_scale: What the weighted sum of pair losses is multiplied by, so that Lightning's division by the
+            accumulation count and averaging over ranks give the mean over all pairs of the optimizer step.
+        candidate_reward_means: Shape ``(B,)``; recorded at collection.
+    """
+
+    agents: list[TokenBatch]
+    weights: Tensor
+    loss_scale: float
+    candidate_reward_means: Tensor
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> PairBatch:
+        """The same pairs on another device."""
+        return replace(
+            self,
+            agents=[batch.to(device, **kwargs) for batch in self.agents],
+            weights=self.weights.to(device, **kwargs),
+            candidate_reward_means=self.candidate_reward_means.to(device, **kwargs),
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationBatch:
+    """Scored joint responses of the current policies to held-out items.
+
+    Attributes:
+        rewards: Shape ``(B,)``, float64; NaN where the reward gave no score.
+        samples: The ``B`` joint responses.
+        metrics: The user's own metrics over these responses.
+    """
+
+    rewards: Tensor
+    samples: list[TeamSample]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> EvaluationBatch:
+        """The same batch; its numbers stay on the host, where they are logged."""
+        del device, kwargs
+        return self

@@ -1,0 +1,1 @@
+"""Comparators: who gives the other side of each comparison in iterative training."""

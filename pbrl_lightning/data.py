@@ -1,0 +1,407 @@
+"""PreferenceDataModule: collection and replay at the epoch boundary."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from pbrl_lightning.agents.sampling import SamplingConfig
+from pbrl_lightning.agents.team import AgentTeam
+from pbrl_lightning.batches import EvaluationBatch, PreferencePair
+from pbrl_lightning.comparators.base import Comparator
+from pbrl_lightning.data_items import load_items
+from pbrl_lightning.distributed import from_rank_zero, gather_by_index
+from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
+from pbrl_lightning.preferences.collector import Collection, Collector
+from pbrl_lightning.preferences.oracle import Oracle
+from pbrl_lightning.preferences.pair_tokens import PairLoader, pairs_from_state, pairs_to_state, trainable_pairs
+from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
+from pbrl_lightning.preferences.round_files import RoundStore, read_pairs
+from pbrl_lightning.preferences.selection import PairSelection, validate_selection
+from pbrl_lightning.randomness import counted_generator
+from pbrl_lightning.rounds import RoundRecord, completed_epochs, log_to, notify
+from pbrl_lightning.schedule import Position, RoundSchedule
+
+
+@dataclass
+class _Progress:
+    """Where a run stands; this, the store and the pairs are the data side's state."""
+
+    round: int = 0
+    ended_round: int = 0
+    skipped_rounds: int = 0
+    env_step: int = 0
+    total_pairs: int = 0
+
+
+class PreferenceDataModule(L.LightningDataModule):
+    """Task items and a reward in, batches of preference pairs out.
+
+    At the first epoch of each round it samples joint responses of the module's team, scores them, writes the pairs
+    to a round file and lets replay choose the training pairs. The run is iterative if a comparator is given.
+
+    Args:
+        items: Task items: a list of dicts, a JSON or JSONL file, or a callable (also by import path).
+        reward_func: Scores joint responses: ``reward_func(*completions, prompts=…, batch_items=…)`` returns one number
+            per joint response; ``completions`` are ``N`` lists of ``B`` texts. Also an import path, or async.
+        reward_processor: Applied to each score (scale, shift, clip …) before it orders pairs.
+        eval_items: Held-out task items; without them there is no evaluation.
+        eval_metrics: The user's own metrics, called like the reward; returns a dict of numbers.
+        comparator: Who gives the other side of each comparison; makes the run iterative.
+        replay: Which stored pairs a round trains on.
+        num_candidates: Joint responses per item; default 80, iterative 20.
+        pairs_per_sample: Most pairs kept per item, null for all; default 16, iterative 4.
+        pair_selection: ``reward_gap``, ``random``, ``all`` or (iterative) ``comparator_reward``; default the first,
+            iterative the last.
+        sampling: How responses are sampled.
+        batch_size: Pairs per batch and process.
+        pairs: Round files to train on instead of collecting.
+        replay_dir: Where round files go; default ``replay`` in the run's log directory.
+        seed: The run's seed: every draw is a function of it.
+        max_concurrency: Most calls of an async reward at once.
+        num_turns: Only 1 is supported.
+        joint_mode: Only ``aligned`` is supported.
+
+    Raises:
+        ValueError: If options do not fit together; all problems are named at once.
+    """
+
+    def __init__(
+        self,
+        items: Any = None,
+        reward_func: Callable[..., Any] | str | None = None,
+        *,
+        reward_processor: Callable[[float], float] | str | None = None,
+        eval_items: Any = None,
+        eval_metrics: Callable[..., dict[str, float]] | None = None,
+        comparator: Comparator | None = None,
+        replay: ReplayBuffer | None = None,
+        num_candidates: int | None = None,
+        pairs_per_sample: int | Literal["default"] | None = "default",
+        pair_selection: PairSelection | None = None,
+        sampling: SamplingConfig | None = None,
+        batch_size: int = 2,
+        pairs: list[str] | None = None,
+        replay_dir: str | None = None,
+        seed: int = 0,
+        max_concurrency: int = 8,
+        num_turns: int = 1,
+        joint_mode: str = "aligned",
+    ) -> None:
+        super().__init__()
+        self.comparator = comparator
+        self.replay = replay or CurrentReplay()
+        self.num_candidates = num_candidates or (80 if comparator is None else 20)
+        self.pair_selection: PairSelection = pair_selection or (
+            "reward_gap" if comparator is None else "comparator_reward"
+        )
+        if pairs_per_sample == "default":
+            pairs_per_sample = None if self.pair_selection == "all" else 16 if comparator is None else 4
+        self.pairs_per_sample = pairs_per_sample
+        self.sampling = sampling or SamplingConfig()
+        self.batch_size = batch_size
+        self.pair_paths = pairs
+        self.seed = seed
+        self._validate(items, reward_func, replay, num_candidates, num_turns, joint_mode)
+        self.items = load_items(items, "items") if items is not None else []
+        self.oracle = None
+        if reward_func is not None:
+            self.oracle = Oracle(reward_func, reward_processor, max_concurrency=max_concurrency)
+        self.evaluator: Evaluator | None = None
+        if eval_items is not None and reward_func is not None:
+            # An oracle of its own: what evaluation drops is not counted as dropped candidates.
+            oracle = Oracle(reward_func, reward_processor, max_concurrency=max_concurrency)
+            held_out = load_items(eval_items, "eval_items")
+            self.evaluator = Evaluator(held_out, oracle, self.sampling, seed, eval_metrics)
+        self.history_dir: Path | None = None
+        self.rounds: list[RoundRecord] = []
+        self._replay_dir = Path(replay_dir) if replay_dir is not None else None
+        self._store: RoundStore | None = None
+        self._restored_store: dict[str, Any] | None = None
+        self._progress = _Progress()
+        self._pairs: list[PreferencePair] = []
+
+    @property
+    def iterative(self) -> bool:
+        """True if the run compares against a comparator, round after round."""
+        return self.comparator is not None
+
+    @property
+    def current_round(self) -> int:
+        """The round in progress, 1-based; 0 before the first."""
+        return self._progress.round
+
+    @property
+    def env_step(self) -> int:
+        """Joint responses sampled for training so far, both sides."""
+        return self._progress.env_step
+
+    @override
+    def setup(self, stage: str) -> None:
+        trainer = self._trainer
+        if stage != "fit":
+            return
+        if not self.items and not self.pair_paths:
+            raise ValueError("`items` (with `reward_func`) or `pairs` must be given to fit")
+        if self.evaluator is None:
+            rank_zero_warn("no `eval_items` are given, so this run is not evaluated (never on the training items)")
+        trainer.reload_dataloaders_every_n_epochs = 1
+        trainer.limit_val_batches = 0  # evaluation is the JointEvaluation callback's
+        schedule = self._schedule
+        limit = trainer.fit_loop.max_epochs
+        if limit is None or limit < 0 or limit > schedule.total_epochs:
+            trainer.fit_loop.max_epochs = schedule.total_epochs
+        if trainer.ckpt_path is None and not self.pair_paths:  # type: ignore[attr-defined]
+            self._open_store()  # a foreign directory is found before anything is sampled
+
+    @override
+    def train_dataloader(self) -> PairLoader:
+        trainer = self._trainer
+        epoch = completed_epochs(trainer)
+        position = self._prepare_round(epoch)
+        pairs, tokens = trainable_pairs(self._team, self._pairs if position is not None else [])
+        return PairLoader(
+            self._team,
+            pairs,
+            tokens,
+            self.batch_size,
+            self.seed,
+            self._progress.round,
+            position.epoch if position is not None else 0,
+            trainer.accumulate_grad_batches,
+            trainer.global_rank,
+            trainer.world_size,
+        )
+
+    @override
+    def val_dataloader(self) -> EvaluationLoader | list[Any]:
+        if self._trainer.state.fn == "fit":
+            return []
+        if self.evaluator is None:
+            raise ValueError("`eval_items` and `reward_func` must be given to validate")
+        return EvaluationLoader(self.evaluator, self._team, self.batch_size)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "progress": asdict(self._progress),
+            "rounds": [asdict(record) for record in self.rounds],
+            "store": self._store.state_dict() if self._store is not None else None,
+            "replay_dir": str(self._store.directory) if self._store is not None else None,
+            "pairs": pairs_to_state(self._pairs),
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._progress = _Progress(**state_dict["progress"])
+        self.rounds = [RoundRecord(**record) for record in state_dict["rounds"]]
+        self._pairs = pairs_from_state(state_dict["pairs"])
+        self._restored_store = state_dict["store"]
+        if self._replay_dir is None and state_dict["replay_dir"] is not None:
+            self._replay_dir = Path(state_dict["replay_dir"])
+
+    def evaluate(self, num_samples: int) -> EvaluationBatch | None:
+        """One joint response of the current agents to each of the first evaluation items; None without any."""
+        if self.evaluator is None:
+            return None
+        return self.evaluator.evaluate(self._team, list(range(min(num_samples, len(self.evaluator.items)))))
+
+    def finish(self) -> None:
+        """Ends the last round, if all of its epochs are over."""
+        shift = self._progress.skipped_rounds * self._schedule.epochs_per_round
+        position = self._schedule.locate(completed_epochs(self._trainer) + shift)
+        if position is None or position.round != self._progress.round:
+            self._end_round()
+
+    @property
+    def _trainer(self) -> L.Trainer:
+        if self.trainer is None:
+            raise RuntimeError("the PreferenceDataModule is not attached to a Trainer; use Trainer.fit(module, data)")
+        return self.trainer
+
+    @property
+    def _team(self) -> AgentTeam:
+        return self._trainer.lightning_module.team  # type: ignore[return-value]
+
+    @property
+    def _schedule(self) -> RoundSchedule:
+        return self._trainer.lightning_module.make_schedule(self.iterative)  # type: ignore[no-any-return,operator]
+
+    def _prepare_round(self, epoch: int) -> Position | None:
+        """Brings the state to the round of this epoch; passes over rounds that have nothing to train on."""
+        schedule, progress = self._schedule, self._progress
+        while True:
+            shift = progress.skipped_rounds * schedule.epochs_per_round
+            position = schedule.locate(epoch + shift)
+            if position is not None and position.round == progress.round:
+                return position
+            self._end_round()
+            if position is None:
+                self._trainer.fit_loop.max_epochs = epoch
+                if not epoch:
+                    rank_zero_warn("no task item gave a preference pair (all ties?); the run ends without an update")
+                return None
+            progress.round = position.round
+            self._pairs = self._begin_round(position.round)
+            if self._pairs:
+                return position
+            rank_zero_info(f"round {position.round} has no pairs to train on and passes without an update")
+            progress.skipped_rounds += 1
+            self._trainer.fit_loop.max_epochs = min(
+                self._trainer.fit_loop.max_epochs or schedule.total_epochs,
+                schedule.total_epochs - progress.skipped_rounds * schedule.epochs_per_round,
+            )
+
+    def _begin_round(self, round_number: int) -> list[PreferencePair]:
+        """Collects a round, writes its file, and lets replay choose; returns the training pairs."""
+        trainer = self._trainer
+        notify(trainer, "on_round_start", round_number)
+        if self.pair_paths:
+            return read_pairs(self.pair_paths)
+        started = time.monotonic()
+        collected = self._collect(round_number)
+        seconds = time.monotonic() - started
+        store = self._open_store()
+        if trainer.is_global_zero:
+            store.write(round_number, collected.pairs)
+        if trainer.world_size > 1:
+            store.load_state_dict(from_rank_zero(store.state_dict()))
+        self._progress.env_step += collected.num_responses
+        self._progress.total_pairs += len(collected.pairs)
+        pairs = self._select(round_number, collected.pairs)
+        record = RoundRecord(
+            round=round_number,
+            collected_pairs=len(collected.pairs),
+            train_pairs=len(pairs),
+            reward_mean=fmean(collected.actor_rewards) if collected.actor_rewards else None,
+            comparator_reward_mean=fmean(collected.comparator_rewards) if collected.comparator_rewards else None,
+            first_step=trainer.global_step,
+            seconds=seconds,
+            tokens_per_second=collected.num_tokens / max(seconds, 1e-9),
+        )
+        self.rounds.append(record)
+        self._log(record)
+        notify(trainer, "on_round_collected", record)
+        return pairs
+
+    def _select(self, round_number: int, collected: list[PreferencePair]) -> list[PreferencePair]:
+        store = self._open_store()
+        counts = [(entry.iteration, entry.num_pairs) for entry in store.entries]
+        chosen = self.replay.select(counts, round_number, counted_generator(self.seed, "replay", round_number))
+        if isinstance(self.replay, CurrentReplay) and not self.iterative:
+            return collected  # with the token ids as sampled, which round files do not hold
+        return store.fetch(chosen)
+
+    def _collect(self, round_number: int) -> Collection:
+        trainer = self._trainer
+        assert self.oracle is not None  # _validate
+        collector = Collector(
+            self.oracle,
+            self.sampling,
+            self.num_candidates,
+            self.pair_selection,
+            self.pairs_per_sample,
+            self.seed,
+            self.comparator,
+        )
+        count = min(len(self.items), 2) if trainer.fast_dev_run else len(self.items)  # type: ignore[attr-defined]
+        own = list(range(trainer.global_rank, count, trainer.world_size))
+        total, done = collector.sampling_passes() * len(own), 0
+
+        def progress(items: int) -> None:
+            nonlocal done
+            done += items
+            notify(trainer, "on_collection_progress", done, total)
+
+        items = [self.items[index] for index in own]
+        parts = collector.collect(
+            self._team, items, own, round_number, history=self.history_dir, progress=progress
+        )
+        collected = Collection()
+        for part in gather_by_index(dict(zip(own, parts, strict=True))):
+            collected.extend(part)
+        return collected
+
+    def _end_round(self) -> None:
+        if self._progress.ended_round < self._progress.round:
+            self._progress.ended_round = self._progress.round
+            notify(self._trainer, "on_round_end", self._progress.round)
+
+    def _open_store(self) -> RoundStore:
+        if self._store is None:
+            directory = self._replay_dir
+            if directory is None:
+                trainer = self._trainer
+                directory = Path(trainer.log_dir or trainer.default_root_dir) / "replay"
+            store = RoundStore(directory)
+            restored = self._restored_store
+            run_id = restored["run_id"] if restored is not None else from_rank_zero(uuid.uuid4().hex)
+            if restored is not None:
+                store.load_state_dict(restored)
+            if self._trainer.is_global_zero:
+                store.open(run_id)
+            self._store = store
+        return self._store
+
+    def _log(self, record: RoundRecord) -> None:
+        metrics: dict[str, float] = {
+            "iter/current_iteration": record.round,
+            "iter/current_preference_pairs": record.collected_pairs,
+            "iter/total_preference_pairs": self._progress.total_pairs,
+            "iter/train_preference_pairs": record.train_pairs,
+            "env_step": self._progress.env_step,
+            "collect/tokens_per_second": record.tokens_per_second,
+            "collect/seconds": record.seconds,
+            "collect/dropped_candidates": self.oracle.num_dropped if self.oracle is not None else 0,
+        }
+        for name in ("truncated_prompts", "truncated_responses", "identical_pairs"):
+            metrics[f"collect/{name}"] = self._team.counts.get(name, 0)
+        if record.reward_mean is not None:
+            metrics["collect/reward_mean"] = record.reward_mean
+        if record.comparator_reward_mean is not None:
+            metrics["collect/comparator_reward_mean"] = record.comparator_reward_mean
+        log_to(self._trainer, metrics)
+
+    def _validate(
+        self,
+        items: Any,
+        reward_func: Any,
+        replay: ReplayBuffer | None,
+        num_candidates: int | None,
+        num_turns: int,
+        joint_mode: str,
+    ) -> None:
+        problems = []
+        if items is not None and reward_func is None:
+            problems.append("`reward_func` must be given with `items`")
+        if items is not None and self.pair_paths is not None:
+            problems.append("`items` and `pairs` exclude each other: collect pairs, or train on files")
+        if self.pair_paths is not None and (self.comparator is not None or replay is not None):
+            problems.append("`pairs` trains on files alone and takes neither `comparator` nor `replay`")
+        if replay is not None and not isinstance(replay, CurrentReplay) and self.comparator is None:
+            problems.append("`replay` draws from earlier rounds and needs a `comparator` (an iterative run)")
+        if num_candidates is not None and num_candidates < 1:
+            problems.append(f"`num_candidates` must be >= 1, got {num_candidates}")
+        if self.comparator is None and self.num_candidates < 2 and self.pair_paths is None:
+            problems.append("`num_candidates` must be >= 2 without a comparator: one candidate makes no pair")
+        if self.batch_size < 1:
+            problems.append(f"`batch_size` must be >= 1, got {self.batch_size}")
+        if num_turns != 1:
+            problems.append(f"`num_turns` must be 1 (single turn), got {num_turns}")
+        if joint_mode != "aligned":
+            problems.append(f"`joint_mode` must be 'aligned', got {joint_mode!r}")
+        try:
+            validate_selection(self.pair_selection, self.pairs_per_sample, self.iterative)
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            raise ValueError("; ".join(problems))

@@ -1,0 +1,108 @@
+"""Losses as pure functions of tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+def bradley_terry_losses(winner: Tensor, loser: Tensor) -> Tensor:
+    """Negative log-likelihood of each observed preference under Bradley-Terry.
+
+    ``-log sigmoid(r_winner - r_loser)``  (Bradley & Terry 1952; Christiano et al. 2017, eq. 1).
+
+    Args:
+        winner: Scores of the preferred joint responses, shape ``(B,)``.
+        loser: Scores of the other ones, shape ``(B,)``.
+
+    Returns:
+        Nats, shape ``(B,)``.
+
+    Raises:
+        ValueError: If the shapes differ or ``B`` is 0.
+    """
+    if winner.shape != loser.shape or winner.ndim != 1 or len(winner) == 0:
+        raise ValueError(
+            f"`winner` and `loser` must have one shape (B,) with B > 0, got {tuple(winner.shape)} and {tuple(loser.shape)}"
+        )
+    return -logsigmoid(winner - loser)
+
+
+def bradley_terry_loss(winner: Tensor, loser: Tensor) -> Tensor:
+    """Mean of :func:`bradley_terry_losses` over pairs, shape ``()``.
+
+    Example:
+        >>> bradley_terry_loss(torch.zeros(3), torch.zeros(3))  # equal scores: log 2
+        tensor(0.6931)
+    """
+    return bradley_terry_losses(winner, loser).mean()
+
+
+def joint_margins(winner_logps: Tensor, loser_logps: Tensor) -> Tensor:
+    """The team's preference margin: ``sum_i log pi_i(winner_i | h_i) - log pi_i(loser_i | h_i)``.
+
+    Args:
+        winner_logps: Summed log-probabilities of the winners' responses, shape ``(N, B)``, nats.
+        loser_logps: The same of the losers, shape ``(N, B)``.
+
+    Returns:
+        Shape ``(B,)``.
+    """
+    return (winner_logps - loser_logps).sum(0)
+
+
+def madpo_losses(winner_logps: Tensor, loser_logps: Tensor, beta: float) -> Tensor:
+    """MADPO's loss of each pair: ``-log sigmoid(beta * margin)`` with the joint margin of all agents.
+
+    Reference-free direct preference optimisation of a team. The gradient for agent ``i`` flows through its own
+    log-probabilities only and is weighted by ``sigmoid(-beta * margin)`` of the whole team; with one agent it is
+    reference-free DPO (Rafailov et al. 2023, eq. 7, with a uniform reference).
+
+    Args:
+        winner_logps: Shape ``(N, B)``, nats.
+        loser_logps: Shape ``(N, B)``, nats.
+        beta: The inverse temperature, above 0.
+
+    Returns:
+        Nats, shape ``(B,)``.
+
+    Raises:
+        ValueError: If the shapes differ, ``B`` is 0 or ``beta`` is not positive.
+
+    Example:
+        >>> madpo_losses(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [3.0]]), beta=0.1)  # margin 1 - 1 = 0
+        tensor([0.6931])
+    """
+    if not beta > 0:
+        raise ValueError(f"`beta` must be > 0, got {beta}")
+    return bradley_terry_losses(beta * winner_logps.sum(0), beta * loser_logps.sum(0))
+
+
+def madpo_loss(winner_logps: Tensor, loser_logps: Tensor, beta: float = 0.1) -> Tensor:
+    """Mean of :func:`madpo_losses` over pairs, shape ``()``.
+
+    Example:
+        >>> madpo_loss(torch.zeros(2, 3), torch.zeros(2, 3))
+        tensor(0.6931)
+    """
+    return madpo_losses(winner_logps, loser_logps, beta).mean()
+
+
+def require_finite(loss: Tensor, quantities: dict[str, Tensor], where: str) -> None:
+    """Stops a step before a non-finite loss reaches the weights.
+
+    Args:
+        loss: Shape ``()``.
+        quantities: What the loss was made of, by name, to be named if it is the cause.
+        where: Which batch.
+
+    Raises:
+        FloatingPointError: If the loss is NaN or infinite.
+    """
+    if not torch.isfinite(loss):
+        guilty = [name for name, value in quantities.items() if not torch.isfinite(value).all()]
+        raise FloatingPointError(
+            f"the loss of {where} is {loss.item()}; not finite: {', '.join(guilty) or 'the loss alone'}. "
+            "No weight was changed by this batch. Lower the learning rate, or train in float32 or bfloat16"
+        )

@@ -1,0 +1,1 @@
+"""From scored joint responses to training pairs: oracle, pair selection, round files, replay."""

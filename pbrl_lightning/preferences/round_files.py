@@ -1,0 +1,364 @@
+"""Preference pairs on disk: the record, the round file and the store of a run's rounds (SPEC S4, S7)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import uuid
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from pbrl_lightning.batches import PreferencePair
+from pbrl_lightning.preferences._records import (
+    RoundFileError,
+    decode_round,
+    encode_round,
+    pair_from_record,
+    pair_to_record,
+)
+
+__all__ = [
+    "ForeignReplayError",
+    "RoundEntry",
+    "RoundFileError",
+    "RoundStore",
+    "pair_from_record",
+    "pair_to_record",
+    "read_pairs",
+    "read_round_file",
+    "write_round_file",
+]
+
+_ROUND_NAME = re.compile(r"iteration_\d+\.json")
+_CACHED_ROUNDS = 4
+
+
+class ForeignReplayError(RuntimeError):
+    """The replay directory belongs to another run."""
+
+
+def write_round_file(path: str | Path, iteration: int, pairs: Sequence[PreferencePair]) -> None:
+    """Write a round's pairs so that the file is either the old one or the whole new one.
+
+    Args:
+        path: The file. Its directory must exist.
+        iteration: Round number, 1-based.
+        pairs: The pairs; none is fine.
+
+    Raises:
+        RoundFileError: If a pair holds a number that is not finite.
+        ValueError: If ``iteration`` is not a positive integer.
+        OSError: If the file cannot be written. The old file stays.
+    """
+    _write_atomically(Path(path), encode_round(path, iteration, pairs))
+
+
+def read_round_file(path: str | Path) -> list[PreferencePair]:
+    """Read and check a round file.
+
+    Args:
+        path: A file of this library or of CoMLRL.
+
+    Returns:
+        Its pairs in order.
+
+    Raises:
+        RoundFileError: If the file is damaged (truncated, not JSON, another number of pairs than it says, a key twice)
+            or a pair is; the message names the file.
+        OSError: If it cannot be read.
+    """
+    return decode_round(path, Path(path).read_bytes())
+
+
+def read_pairs(paths: str | Path | Iterable[str | Path]) -> list[PreferencePair]:
+    """Read one or several round files, in the given order.
+
+    Args:
+        paths: A file or files.
+
+    Returns:
+        Their pairs, at least one.
+
+    Raises:
+        ValueError: If no file is given, one is given twice, or there is no pair in them.
+        FileNotFoundError: If files do not exist; the message names them all.
+        RoundFileError: If a file is damaged.
+    """
+    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    if not files:
+        raise ValueError("`pairs` must name at least one round file, got an empty list")
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(f"`pairs` must name existing files, got {', '.join(missing)}")
+    resolved = [file.resolve() for file in files]
+    twice = [str(file) for position, file in enumerate(files) if resolved[position] in resolved[:position]]
+    if twice:
+        raise ValueError(f"`pairs` must name each file once, got {', '.join(twice)} again")
+    pairs = [pair for file in files for pair in read_round_file(file)]
+    if not pairs:
+        raise ValueError(f"`pairs` must hold at least one pair, got none in {', '.join(map(str, files))}")
+    return pairs
+
+
+@dataclass(frozen=True)
+class RoundEntry:
+    """One stored round.
+
+    Attributes:
+        iteration: Round number, 1-based.
+        file: File name inside the replay directory.
+        num_pairs: Number of pairs in it.
+        sha256: Hex digest of its bytes.
+    """
+
+    iteration: int
+    file: str
+    num_pairs: int
+    sha256: str
+
+
+class RoundStore:
+    """The round files of one run, in a directory that no other run writes to.
+
+    Every file is checked against its sha256 before it is used. ``entries`` is the index; it alone decides which
+    rounds exist, so files written after the checkpoint that a run resumes from are overwritten, not counted.
+
+    Args:
+        directory: The replay directory.
+        run_id: The run that owns it, where already known.
+    """
+
+    def __init__(self, directory: str | Path, run_id: str | None = None) -> None:
+        self.directory = Path(directory)
+        self.run_id = run_id
+        self.entries: list[RoundEntry] = []
+        self._claimed = False
+        self._cache: OrderedDict[int, list[PreferencePair]] = OrderedDict()
+        # By iteration: what the file looked like when its sha256 was last seen right, and where its lines end.
+        self._verified: dict[int, tuple[tuple[int, ...], array[int]]] = {}
+
+    def open(self, run_id: str | None = None) -> None:
+        """Create the directory where needed and claim it for this run.
+
+        Args:
+            run_id: The run's id; None takes the one given before or loaded from a checkpoint.
+
+        Raises:
+            ForeignReplayError: If the directory holds another run's files.
+            ValueError: If no run id is known, or another one than before is given.
+            OSError: If the directory cannot be made or written to.
+        """
+        run_id = run_id or self.run_id
+        if not run_id:
+            raise ValueError("`run_id` must be a non-empty text, got none")
+        if self.run_id not in (None, run_id):
+            raise ValueError(f"`run_id` must be {self.run_id!r} as before, got {run_id!r}")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            owner = self._read_owner()
+            if owner is None:
+                self._refuse_unowned_rounds()
+                _write_atomically(self.directory / "run.json", json.dumps({"run_id": run_id}).encode(), exclusive=True)
+                owner = self._read_owner()
+            if not os.access(self.directory, os.W_OK):
+                raise PermissionError("no permission to write")
+        except OSError as error:
+            message = f"`replay_dir` must be a directory that can be written to, got {self.directory}: {error}"
+            raise type(error)(message) from error
+        if owner != run_id:
+            raise ForeignReplayError(
+                f"`replay_dir` {self.directory} belongs to run {owner!r}, not to this run {run_id!r}; choose another "
+                "`replay_dir`, remove that directory, or resume its run from a checkpoint"
+            )
+        self.run_id, self._claimed = run_id, True
+
+    def write(self, iteration: int, pairs: Sequence[PreferencePair]) -> RoundEntry:
+        """Store a round; index entries of the same and later rounds are dropped.
+
+        Args:
+            iteration: Round number, 1-based.
+            pairs: Its pairs; none is fine.
+
+        Returns:
+            The new entry.
+
+        Raises:
+            RuntimeError: If the store is not open.
+            RoundFileError: If a pair cannot be written.
+            OSError: If the file cannot be written; file and index stay as they were.
+        """
+        if not self._claimed:
+            raise RuntimeError(f"the round store of {self.directory} must be opened before it is written to")
+        path = self.directory / f"iteration_{iteration:04d}.json"
+        data = encode_round(path, iteration, pairs)
+        _write_atomically(path, data)
+        entry = RoundEntry(iteration, path.name, len(pairs), hashlib.sha256(data).hexdigest())
+        self.entries = [old for old in self.entries if old.iteration < iteration] + [entry]
+        for later in [known for known in {*self._cache, *self._verified} if known >= iteration]:
+            self._cache.pop(later, None)
+            self._verified.pop(later, None)
+        self._verified[iteration] = (_stamp(path), _line_ends(data))
+        return entry
+
+    def read(self, iteration: int) -> list[PreferencePair]:
+        """All pairs of a round. The list is shared with later calls: do not change it.
+
+        Args:
+            iteration: Round number, 1-based.
+
+        Returns:
+            Its pairs in order.
+
+        Raises:
+            ValueError: If the round is not in the index.
+            RoundFileError: If its file is missing or its bytes are not those that were written.
+        """
+        entry = self._entry(iteration)
+        self._verify(entry)
+        if iteration not in self._cache:
+            path = self.directory / entry.file
+            self._cache[iteration] = decode_round(path, path.read_bytes())
+        self._cache.move_to_end(iteration)
+        while len(self._cache) > _CACHED_ROUNDS:
+            self._cache.popitem(last=False)
+        return self._cache[iteration]
+
+    def fetch(self, selection: Sequence[tuple[int, int]]) -> list[PreferencePair]:
+        """The pairs that a replay buffer selected, parsing no others.
+
+        The cost follows the number of pairs fetched, not the size of the history: after a file's bytes were checked
+        once, a pair is read from its own line.
+
+        Args:
+            selection: ``(iteration, pair index)``, in any order, with repetitions.
+
+        Returns:
+            One pair per entry, aligned.
+
+        Raises:
+            ValueError: If a round or pair does not exist.
+            RoundFileError: If a file is missing or its bytes are not those that were written.
+        """
+        found: dict[tuple[int, int], PreferencePair] = {}
+        for iteration, wanted in groupby(sorted(set(selection)), key=itemgetter(0)):
+            entry = self._entry(iteration)
+            ends = self._verify(entry)
+            path = self.directory / entry.file
+            with path.open("rb") as file:
+                for _, index in wanted:
+                    if not 0 <= index < entry.num_pairs:
+                        raise ValueError(f"the pair index must be from 0 to {entry.num_pairs - 1}, got {index}")
+                    file.seek(ends[index] + 1)
+                    line = file.read(ends[index + 1] - ends[index] - 1).rstrip(b",")
+                    found[iteration, index] = pair_from_record(json.loads(line), file=path, index=index)
+        return [found[key] for key in selection]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The index in plain containers."""
+        return {"run_id": self.run_id, "entries": [asdict(entry) for entry in self.entries]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over an index and the run it belongs to.
+
+        Args:
+            state: What ``state_dict`` gave.
+
+        Raises:
+            ForeignReplayError: If the store was opened by another run before.
+        """
+        if self._claimed and state["run_id"] != self.run_id:
+            raise ForeignReplayError(
+                f"`replay_dir` {self.directory} was opened by run {self.run_id!r}, the checkpoint is of run "
+                f"{state['run_id']!r}; load the checkpoint before the store is opened"
+            )
+        self.run_id = state["run_id"]
+        self.entries = [RoundEntry(**entry) for entry in state["entries"]]
+        self._cache.clear()
+        self._verified.clear()
+
+    def _entry(self, iteration: int) -> RoundEntry:
+        for entry in self.entries:
+            if entry.iteration == iteration:
+                return entry
+        known = ", ".join(str(entry.iteration) for entry in self.entries) or "no round yet"
+        raise ValueError(f"`iteration` must be a stored round ({known}), got {iteration}")
+
+    def _verify(self, entry: RoundEntry) -> array[int]:
+        """Check the file's sha256 unless it is untouched since the last check; gives the ends of its lines."""
+        path = self.directory / entry.file
+        try:
+            stamp = _stamp(path)
+            if entry.iteration not in self._verified or self._verified[entry.iteration][0] != stamp:
+                self._cache.pop(entry.iteration, None)
+                data = path.read_bytes()
+                if hashlib.sha256(data).hexdigest() != entry.sha256:
+                    raise RoundFileError(f"{path} was changed since it was stored (its sha256 differs)")
+                self._verified[entry.iteration] = (stamp, _line_ends(data))
+        except OSError as error:
+            raise RoundFileError(f"{path} of round {entry.iteration} cannot be read: {error}") from error
+        return self._verified[entry.iteration][1]
+
+    def _read_owner(self) -> str | None:
+        """The run id in ``run.json``; None without that file."""
+        path = self.directory / "run.json"
+        if not path.exists():
+            return None
+        with contextlib.suppress(ValueError):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(content, dict) and isinstance(content.get("run_id"), str):
+                return content["run_id"]
+        raise ForeignReplayError(f"{path} must hold a `run_id`, and does not; choose another `replay_dir` or remove it")
+
+    def _refuse_unowned_rounds(self) -> None:
+        rounds = sorted(path.name for path in self.directory.iterdir() if _ROUND_NAME.fullmatch(path.name))
+        if rounds:
+            raise ForeignReplayError(
+                f"`replay_dir` {self.directory} holds round files of an unknown run ({rounds[0]} …, no run.json); "
+                "choose another `replay_dir` or remove it"
+            )
+
+
+def _write_atomically(path: Path, data: bytes, exclusive: bool = False) -> None:
+    """Write under a temporary name of our own and rename; with ``exclusive`` an existing file stays."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if exclusive:
+            # A link fails where the name exists, so of two runs that start at once only one gets it.
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return
+            except OSError:  # a file system without links
+                os.replace(temporary, path)
+        else:
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name != "nt":  # Windows cannot open a directory
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _line_ends(data: bytes) -> array[int]:
+    return array("Q", (match.start() for match in re.finditer(b"\n", data)))

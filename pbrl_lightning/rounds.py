@@ -1,0 +1,74 @@
+"""The rounds of a run as callbacks and loggers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning as L
+
+
+@dataclass
+class RoundRecord:
+    """What happened in one round.
+
+    Attributes:
+        round: 1-based.
+        collected_pairs: Pairs of this round's collection.
+        train_pairs: Pairs that replay selected for training.
+        reward_mean: Mean score of the current agents' candidates; None if nothing was scored.
+        comparator_reward_mean: The same of the comparator's; None in base runs.
+        first_step: Optimizer steps made before this round's training.
+        seconds: Time of the collection.
+        tokens_per_second: Sampled tokens over that time.
+    """
+
+    round: int
+    collected_pairs: int
+    train_pairs: int
+    reward_mean: float | None
+    comparator_reward_mean: float | None
+    first_step: int
+    seconds: float
+    tokens_per_second: float
+
+
+RoundHook = Literal["on_round_start", "on_collection_progress", "on_round_collected", "on_round_end"]
+
+
+class RoundCallback(L.Callback):
+    """A callback that hears of rounds too. A passed-over round (no pairs to train on) starts and ends as well."""
+
+    def on_round_start(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
+        """Before the collection of a round; the weights are those that the round before left."""
+
+    def on_collection_progress(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, done: int, total: int
+    ) -> None:
+        """During collection: how many of the item passes are done."""
+
+    def on_round_collected(self, trainer: L.Trainer, pl_module: L.LightningModule, record: RoundRecord) -> None:
+        """After collection and replay, before the first update of the round."""
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
+        """After the last update of a round, before anything of the next one."""
+
+
+def notify(trainer: L.Trainer, hook: RoundHook, *arguments: Any) -> None:
+    """Calls a round hook of every callback that has it."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RoundCallback):
+            getattr(callback, hook)(trainer, trainer.lightning_module, *arguments)
+
+
+def completed_epochs(trainer: L.Trainer) -> int:
+    """Epochs that are really over: ``trainer.current_epoch`` is stale in the first loader call after a resume."""
+    progress = trainer.fit_loop.epoch_progress.current
+    return min(progress.ready, progress.processed)
+
+
+def log_to(trainer: L.Trainer, metrics: Mapping[str, float]) -> None:
+    """Writes numbers to every logger at the current optimizer step, outside of Lightning's logging interval."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(metrics), step=trainer.global_step)

@@ -1,0 +1,1 @@
+"""Ready task bundles: items, one formatter per role, and a task reward."""

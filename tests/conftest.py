@@ -1,0 +1,50 @@
+"""Set before anything imports transformers: no network, a cache of the session's own, one thread."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+CACHE = tempfile.TemporaryDirectory(prefix="pbrl_test_cache_")
+os.environ["PBRL_CACHE"] = CACHE.name
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment() -> Iterator[None]:
+    """Fails a test that leaves environment variables behind, or changes them."""
+    # Set by pytest itself, and by Lightning and torch once per process.
+    own = ("PYTEST_", "PL_", "LIGHTNING_", "KMP_", "TORCH", "CUBLAS_", "TF_", "TQDM_", "MPL")
+    before = {key: value for key, value in os.environ.items() if not key.startswith(own)}
+    yield
+    after = {key: value for key, value in os.environ.items() if not key.startswith(own)}
+    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    for key in changed:
+        if key in before:
+            os.environ[key] = before[key]
+        else:
+            del os.environ[key]
+    assert not changed, f"the test changed the environment: {', '.join(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def seeded_and_restored() -> Iterator[None]:
+    """Every test starts from the same global seed, and the order of tests changes nothing."""
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes long; left out by `make test-fast`")
+
+
+def pytest_unconfigure() -> None:
+    CACHE.cleanup()

@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from typing import Any
 
 from lightning.pytorch.cli import LightningCLI
 
-import pbrl_lightning  # noqa: F401  (short class names work for what is imported)
+import pbrl_lightning.callbacks  # noqa: F401  (short class names work for what is imported)
 from pbrl_lightning.data import PreferenceDataModule
 from pbrl_lightning.modules.base import TeamModule
 
 
-def main(args: list[str] | None = None) -> LightningCLI:
+class PreferenceCLI(LightningCLI):
+    """LightningCLI for a team module (by class name) and the preference data module."""
+
+    def __init__(self, args: list[str] | None = None, **options: Any) -> None:
+        # A reward function of the user's own is found from the working directory.
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        # What Lightning says of every run of this kind, and of nothing that a user could change.
+        for message in ("Found .* in eval mode", ".*does not have many workers", ".*LeafSpec", ".*args parameter is"):
+            warnings.filterwarnings("ignore", message=message)
+        super().__init__(
+            TeamModule,
+            PreferenceDataModule,
+            subclass_mode_model=True,
+            seed_everything_default=False,  # every draw comes from `data.seed`
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={
+                "prog": "pbrl",
+                "description": "Train teams of LLM agents from preferences between their joint responses.",
+                "epilog": "Start with: pbrl fit --config configs/quickstart.yaml",
+            },
+            trainer_defaults={"max_epochs": -1},  # the schedule of rounds ends the run
+            args=args,
+            **options,
+        )
+
+
+def main(args: list[str] | None = None) -> None:
     """Runs the command line; ``args`` replaces ``sys.argv[1:]``."""
-    # A reward function of the user's own is found from the working directory.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return LightningCLI(
-        TeamModule,
-        PreferenceDataModule,
-        subclass_mode_model=True,
-        seed_everything_default=False,
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"description": "Train teams of LLM agents from preferences between their joint responses."},
-        args=args,
-    )
+    PreferenceCLI(args)
 
 
 if __name__ == "__main__":

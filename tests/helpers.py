@@ -14,6 +14,7 @@ from transformers import (
     GraniteForCausalLM,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pbrl_lightning.agents.loading import tiny_model, tiny_tokenizer
 from pbrl_lightning.batches import TokenBatch
@@ -57,7 +58,11 @@ def tiny(architecture: str, dtype: torch.dtype = torch.float64, seed: int = 0, *
         elif architecture == "gpt2":
             model = GPT2LMHeadModel(GPT2Config(**{**sizes, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128} | options))
         elif architecture == "gemma2":
-            capped = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "sliding_window": 8, "head_dim": 8}
+            # Transformers' eager attention, the only one Gemma2 has, turns rows that see padding alone into NaN in
+            # float64 (its softmax is float32): there the window must reach back to the text.
+            window = 128 if dtype == torch.float64 else 8
+            capped = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "sliding_window": window}
+            capped["head_dim"] = 8
             model = Gemma2ForCausalLM(Gemma2Config(**{**sizes, **llama_like, **capped} | options))
         elif architecture == "granite":
             scaled = {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
@@ -92,6 +97,17 @@ def save_model(model: PreTrainedModel, directory: Path, tokenizer: object = None
     model.save_pretrained(directory)
     (tokenizer or tiny_tokenizer()).save_pretrained(directory)
     return str(directory)
+
+
+def count_layer_forwards(model: nn.Module) -> list[int]:
+    """A list that grows by one at every forward of a decoder layer, recomputations included."""
+    calls: list[int] = []
+    for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
+        # Within the checkpointed function, where a recomputation passes too.
+        next(child for child in layer.modules() if "norm" in type(child).__name__.lower()).register_forward_hook(
+            lambda *_: calls.append(1)
+        )
+    return calls
 
 
 def live_tensor_bytes() -> int:

@@ -22,23 +22,23 @@ def numbered(count: int, start: int = 0) -> str:
 @pytest.mark.parametrize(
     ("brief", "detailed", "expected"),
     [
-        # 10 words; 30/10 = 3; 30/10 = 3: all in their bands 8-18, 2.5-4, 2-4.
+        # 10 words; 30/10 = 3; 30/10 = 3: all in their bands 8-14, 3-5, 2.5-4.
         (numbered(10), numbered(30), (1.0, 1.0, 1.0)),
-        # 4/8; 4/4 = 1 of 2.5; 1 of 2.
-        (numbered(4), numbered(4), (0.5, 0.4, 0.5)),
-        # 2 - 27/18; (27/27)/2.5; (27/27)/2.
-        (numbered(27), numbered(27), (0.5, 0.4, 0.5)),
-        # 10 words; 60/10 = 6: 2 - 6/4; the same for the vocabulary.
-        (numbered(10), numbered(60), (1.0, 0.5, 0.5)),
-        # The detailed answer repeats one word 30 times: vocabulary ratio 1/10 of 2.
-        (numbered(10), "word0 " * 30, (1.0, 1.0, 0.05)),
-        # 40 words are more than twice 18, and 200/40 = 5: 2 - 5/4.
-        (numbered(40), numbered(200), (0.0, 0.75, 0.75)),
-        # 9 words, 3 of them content; 18/9 = 2 of 2.5; 9 content words over 3.
+        # 4/8; 4/4 = 1 of 3; 1 of 2.5.
+        (numbered(4), numbered(4), (0.5, 1 / 3, 0.4)),
+        # 2 - 21/14; 21/21 = 1 of 3; 1 of 2.5.
+        (numbered(21), numbered(21), (0.5, 1 / 3, 0.4)),
+        # 10 words; 60/10 = 6: 2 - 6/5; 2 - 6/4.
+        (numbered(10), numbered(60), (1.0, 0.8, 0.5)),
+        # The detailed answer repeats one word 30 times: vocabulary ratio 1/10 of 2.5.
+        (numbered(10), "word0 " * 30, (1.0, 1.0, 0.04)),
+        # 40 words are more than twice 14; 280/40 = 7: 2 - 7/5; 2 - 7/4.
+        (numbered(40), numbered(280), (0.0, 0.6, 0.25)),
+        # 9 words, 3 of them content; 18/9 = 2 of 3; 9 content words over 3.
         (
             "The cat is on the mat and the sofa.",
             "On the farm there are hens, ducks, geese, horses, cows, pigs, and also some bees as well, mostly.",
-            (1.0, 18 / 9 / 2.5, 1.0),
+            (1.0, 2 / 3, 1.0),
         ),
     ],
 )
@@ -141,9 +141,8 @@ def test_data_files_come_with_licence_and_source() -> None:
 
 
 def test_the_two_roles_are_given_the_task() -> None:
-    brief, detailed = (formatter({"prompt": "Bake bread."}) for formatter in writing.formatters())
+    brief, detailed = (formatter({"prompt": "Bake bread."}) for formatter in writing.FORMATTERS)
     assert [message["role"] for message in brief] == ["system", "user"]
     assert brief[1] == detailed[1] == {"role": "user", "content": "Bake bread."}
     assert "one short sentence" in brief[0]["content"]
     assert "detailed" in detailed[0]["content"]
-    assert writing.formatters() == writing.FORMATTERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -71,7 +73,9 @@ def attach_adapters(
         ValueError: If a saved adapter has dropout, or a new one is asked for without options.
     """
     peft_model: PeftModel | None = None
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # PEFT 0.21 asks transformers 5.24 for a property under its old name.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         torch.manual_seed(seed)
         for name, directory in zip(names, directories, strict=True):
             if directory is not None:
@@ -113,7 +117,8 @@ def adapter_active(model: nn.Module, name: str) -> Iterator[None]:
     PEFT's own ``set_adapter`` turns gradients off for all other adapters, which would silently leave all but the
     last agent untrained.
     """
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    # Besides LoRA layers, a saved adapter may hold whole modules (`modules_to_save`) or rows of the embedding.
+    layers = [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
     earlier = [layer._active_adapter for layer in layers]
     for layer in layers:
         layer._active_adapter = [name]

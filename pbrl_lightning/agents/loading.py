@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -88,11 +89,16 @@ def resolve_source(name: str) -> Source:
 
 def expand_sources(models: Any) -> Any:
     """A directory that holds ``agent_0``, ``agent_1`` … (an export, a history checkpoint) as the list of these."""
+    if isinstance(models, (list, tuple)):
+        return [str(model) if isinstance(model, Path) else model for model in models]
     if isinstance(models, Path):
         models = str(models)
     if isinstance(models, str) and (Path(models) / "agent_0").is_dir():
-        found = sorted(Path(models).glob("agent_*"), key=lambda path: int(path.name.removeprefix("agent_")))
-        return [str(path) for path in found]
+        found = {path.name for path in Path(models).iterdir() if re.fullmatch(r"agent_\d+", path.name)}
+        missing = sorted({f"agent_{index}" for index in range(len(found))} - found)
+        if missing:
+            raise ValueError(f"the directory {models!r} lacks {', '.join(missing)}; it has {', '.join(sorted(found))}")
+        return [str(Path(models) / f"agent_{index}") for index in range(len(found))]
     return models
 
 
@@ -141,20 +147,31 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-def write_directory(target: Path, write: Callable[[Path], None]) -> None:
-    """Writes a directory under a temporary name and renames it, so that a half-written one is never found."""
+def write_directory(target: Path, write: Callable[[Path], None], *, replace: bool = True) -> None:
+    """Writes a directory under a temporary name and renames it, so that a half-written one is never found.
+
+    Args:
+        target: Where it goes.
+        write: Fills the directory that it is given.
+        replace: False keeps a directory that another process has put there meanwhile (and may be reading).
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
+        (temporary / "new").mkdir()
         with _quiet():
-            write(temporary)
-        temporary.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        temporary.rename(target)
-    except BaseException:
+            write(temporary / "new")
+        try:
+            if replace and target.exists():
+                target.rename(temporary / "old")
+            (temporary / "new").rename(target)
+        except OSError:
+            if (temporary / "old").exists():
+                (temporary / "old").rename(target)
+            if replace or not target.exists():
+                raise
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def eos_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -175,6 +192,12 @@ def context_length_of(model: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
 
 
+def vocabulary_of(model: Any) -> int | None:
+    """How many token ids the model can read, or None if it does not say."""
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return getattr(embeddings, "num_embeddings", None)
+
+
 def _package_file(name: str) -> Path:
     package, _, file = name.removeprefix("package:").partition("/")
     spec = importlib.util.find_spec(package)
@@ -189,7 +212,7 @@ def _package_file(name: str) -> Path:
 def _materialised(key: str, save: Callable[[Path], None]) -> str:
     target = cache_directory() / key
     if not (target / "config.json").exists():
-        write_directory(target, save)
+        write_directory(target, save, replace=False)
     return str(target)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pbrl_lightning.agents.forward import ContextPair, SplitForward, accepts, checkpointed_layers
 from pbrl_lightning.batches import TokenBatch
@@ -43,6 +44,7 @@ def sequence_logps(
     *,
     score_last_token: bool = True,
     layer_context: Callable[[], ContextPair] | None = None,
+    head_context: Callable[[], ContextPair] = noop_context_fn,
     logit_budget: int = LOGIT_BUDGET,
 ) -> Tensor:
     """Summed log-probability of each row's response given its prompt.
@@ -55,6 +57,7 @@ def sequence_logps(
         batch: ``R`` rows.
         score_last_token: False leaves out each response's last token.
         layer_context: Turns on activation checkpointing of the decoder layers with these contexts.
+        head_context: The same for the head, whose logits are recomputed if there is more than one chunk of them.
         logit_budget: Most logits held at once.
 
     Returns:
@@ -70,7 +73,7 @@ def sequence_logps(
     # The token in column t + 1 is predicted from the state in column t.
     states = split.states[rows, columns]
     targets = batch.input_ids[rows, columns + 1]
-    token_logps = _token_logps(split, states, targets, _chunk_length(model, split, logit_budget))
+    token_logps = _token_logps(split, states, targets, _chunk_length(model, split, logit_budget), head_context)
     return torch.zeros(len(batch.input_ids), dtype=token_logps.dtype, device=token_logps.device).index_add(
         0, rows, token_logps
     )
@@ -81,7 +84,9 @@ def _chunk_length(model: nn.Module, split: SplitForward, logit_budget: int) -> i
     return max(1, logit_budget // vocabulary)
 
 
-def _token_logps(split: SplitForward, states: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def _token_logps(
+    split: SplitForward, states: Tensor, targets: Tensor, chunk: int, context_fn: Callable[[], ContextPair]
+) -> Tensor:
     """Log-probability of each target, shape ``(M,)``; recomputes a chunk's logits in the backward if there are many."""
 
     def score(chunk_states: Tensor, chunk_targets: Tensor) -> Tensor:
@@ -92,4 +97,5 @@ def _token_logps(split: SplitForward, states: Tensor, targets: Tensor, chunk: in
     if len(states) <= chunk:
         return score(states, targets)
     parts = zip(states.split(chunk), targets.split(chunk), strict=True)
-    return torch.cat([checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
+    recomputed = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+    return torch.cat([recomputed(*part) for part in parts])

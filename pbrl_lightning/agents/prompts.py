@@ -17,7 +17,7 @@ Formatter = Callable[[TaskItem], Any]
 
 class _Fields(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
-        fields = ", ".join(map(repr, sorted(self))) or "none"
+        fields = ", ".join(sorted(map(repr, self))) or "none"
         raise ValueError(f"the template names the field {key!r}, but the task item has: {fields}")
 
 

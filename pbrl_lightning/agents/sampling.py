@@ -39,8 +39,9 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if not 0 <= self.temperature < float("inf"):
-            problems.append(f"`temperature` must be a finite number >= 0 (0 = greedy), got {self.temperature}")
+        # Below, logits divided by it leave the range of float32.
+        if self.temperature != 0 and not 1e-6 <= self.temperature < float("inf"):
+            problems.append(f"`temperature` must be 0 (greedy) or finite and >= 1e-6, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             problems.append(f"`top_p` must be in (0, 1] (1 = off), got {self.top_p}")
         if self.top_k is not None and self.top_k < 1:
@@ -121,9 +122,16 @@ def draw(ids: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def next_tokens(logits: Tensor, uniforms: Tensor, config: SamplingConfig) -> Tensor:
-    """The next token of each row, shape ``(R,)``."""
+    """The next token of each row, shape ``(R,)``.
+
+    Raises:
+        ValueError: If logits are NaN or +inf, as those of a diverged model.
+    """
+    largest, tokens = logits.max(1)
+    if not bool(largest.isfinite().all()):
+        raise ValueError("the model's logits are NaN or infinite: its weights have diverged, or its dtype is too narrow")
     if config.temperature == 0:
-        return logits.argmax(1)
+        return tokens
     ids, probs = filtered_distribution(logits, config.temperature, config.top_k, config.top_p)
     return draw(ids, probs, uniforms)
 
@@ -183,6 +191,11 @@ def _encode(model: nn.Module, prompts: list[list[int]], device: torch.device) ->
     cache = DynamicCache(config=model.config)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     split = SplitForward(model, **_step_inputs(model, ids, mask, positions, cache))
+    if cache.get_seq_length() != width:
+        raise ValueError(
+            f"{type(model).__name__}.forward does not fill the key-value cache it is given, which sampling needs; "
+            "let a wrapper pass `past_key_values` and `position_ids` on"
+        )
     return split.logits(split.states[:, -1]), cache, mask
 
 

@@ -15,7 +15,7 @@ from typing_extensions import Self, override
 from pbrl_lightning.agents.adapters import LoraOptions, adapter_active, adapter_parameters, save_adapter
 from pbrl_lightning.agents.assembly import Agent, TeamSettings, assemble
 from pbrl_lightning.agents.forward import ContextPair
-from pbrl_lightning.agents.loading import expand_sources, warn_once, write_directory
+from pbrl_lightning.agents.loading import expand_sources, vocabulary_of, warn_once, write_directory
 from pbrl_lightning.agents.logprobs import sequence_logps
 from pbrl_lightning.agents.prompts import encode_prompt, render_prompt, resolve_formatters
 from pbrl_lightning.agents.sampling import SamplingConfig, sample_responses
@@ -160,9 +160,15 @@ class AgentTeam(nn.Module):
         """Token ids of a prompt, cut on the left to leave room for the response.
 
         Raises:
-            ValueError: If the context has no room for even one prompt token.
+            ValueError: If the context has no room for even one prompt token, or the model does not know a token.
         """
         ids = encode_prompt(self.tokenizer(agent), text)
+        vocabulary = vocabulary_of(self.model(agent))
+        if vocabulary is not None and max(ids) >= vocabulary:
+            raise ValueError(
+                f"agent {agent}'s tokenizer gives the token id {max(ids)}, but its model has {vocabulary} embeddings: "
+                "give the tokenizer that belongs to the model, or resize the model's embeddings and save it"
+            )
         limits = [limit for limit in (self.max_prompt_length,) if limit is not None]
         context = self.context_length(agent)
         if context is not None:
@@ -257,6 +263,7 @@ class AgentTeam(nn.Module):
                 batch,
                 score_last_token=score_last_token,
                 layer_context=contexts if self.gradient_checkpointing else None,
+                head_context=contexts,
             )
 
     def save(self, directory: Path | str) -> None:

@@ -20,7 +20,7 @@ STOPWORDS: Final = frozenset(
     does down each for from had has have he her here him his how i if in into is it its just may me might more most
     must my no nor not of off on once only or other our out over own same shall she should so some such than that the
     their them then there these they this those through to too under until up us very was we were what when where
-    which while who whom why will with would you your""".split()
+    which while who whom why will with would you your""".split()  # noqa: SIM905 (a list of 130 quoted words reads worse)
 )
 
 FORMATTERS: Final[list[ChatTemplate]] = [
@@ -28,11 +28,6 @@ FORMATTERS: Final[list[ChatTemplate]] = [
     ChatTemplate("{prompt}", system="You are a thorough writer. Give a detailed answer of a few sentences."),
 ]
 """The two roles in the order of the reward's arguments: brief, detailed. For YAML, by import path."""
-
-
-def formatters() -> list[ChatTemplate]:
-    """The two roles' prompts, brief and detailed, as a new list."""
-    return list(FORMATTERS)
 
 
 def load_items(split: Literal["train", "eval"] = "train", limit: int | None = None) -> list[dict[str, Any]]:
@@ -141,9 +136,9 @@ class WritingReward:
 
     def __init__(
         self,
-        brief_words: tuple[float, float] = (8, 18),
-        length_ratio: tuple[float, float] = (2.5, 4),
-        vocabulary_ratio: tuple[float, float] = (2, 4),
+        brief_words: tuple[float, float] = (8, 14),
+        length_ratio: tuple[float, float] = (3, 5),
+        vocabulary_ratio: tuple[float, float] = (2.5, 4),
     ) -> None:
         bands = {"brief_words": brief_words, "length_ratio": length_ratio, "vocabulary_ratio": vocabulary_ratio}
         wrong = [f"`{name}` must be 0 < low <= high, got {band}" for name, band in bands.items() if not _is_band(band)]

@@ -1,0 +1,124 @@
+"""Planted faults: each must make at least one fast test fail. Run by ``make test``, or ``python tests/mutants.py``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Mutant(NamedTuple):
+    fault: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = [
+    Mutant(
+        "loss sign flipped",
+        "losses.py",
+        "return -logsigmoid(winner - loser)",
+        "return logsigmoid(winner - loser)",
+        "tests/test_losses.py",
+    ),
+    Mutant(
+        "winner and loser swapped",
+        "preferences/pair_tokens.py",
+        "[self.tokens[row].winner[agent] for row in rows] + [self.tokens[row].loser[agent] for row in rows]",
+        "[self.tokens[row].loser[agent] for row in rows] + [self.tokens[row].winner[agent] for row in rows]",
+        "tests/test_pair_tokens.py",
+    ),
+    Mutant(
+        "other agents' margins not counted",
+        "losses.py",
+        "bradley_terry_losses(beta * winner_logps.sum(0), beta * loser_logps.sum(0))",
+        "bradley_terry_losses(beta * winner_logps[0], beta * loser_logps[0])",
+        "tests/test_madpo.py",
+    ),
+    Mutant(
+        "last-token rule off by one",
+        "agents/logprobs.py",
+        "has_next[:, :-1] = response_mask[:, 1:]",
+        "has_next[:, 1:] = response_mask[:, :-1]",
+        "tests/test_madpo.py",
+    ),
+    Mutant(
+        "response mask shifted by one",
+        "preferences/pair_tokens.py",
+        "response_mask[row, start:end] = True",
+        "response_mask[row, start - 1 : end - 1] = True",
+        "tests/test_madpo.py",
+    ),
+    Mutant(
+        "an unseeded stream",
+        "randomness.py",
+        "torch.rand(num_candidates, num_tokens, generator=generator,",
+        "torch.rand(num_candidates, num_tokens,",
+        "tests/test_sampling.py",
+    ),
+    Mutant(
+        "pair ties kept",
+        "preferences/selection.py",
+        "if scores[first] == scores[second]:",
+        "if scores[first] is scores[second] is None:",
+        "tests/test_selection.py",
+    ),
+    Mutant(
+        "replay weights reversed",
+        "preferences/replay.py",
+        "for age in reversed(range(count))]",
+        "for age in range(count)]",
+        "tests/test_replay.py",
+    ),
+    Mutant(
+        "prompt cut on the right",
+        "agents/team.py",
+        "ids = ids[-min(limits) :]",
+        "ids = ids[: min(limits)]",
+        "tests/test_prompts.py",
+    ),
+]
+
+
+def survives(mutant: Mutant) -> str | None:
+    """None if a test fails because of the fault, else what went wrong."""
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory)
+        for name in ("pbrl_lightning", "callbacks", "tests", "configs"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        source = copy / "pbrl_lightning" / mutant.file
+        text = source.read_text(encoding="utf-8")
+        if text.count(mutant.old) != 1:
+            return f"the code to change stands {text.count(mutant.old)} times in {mutant.file}, not once"
+        source.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", mutant.tests]
+        environment = {**os.environ, "PYTHONPATH": directory, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=300)
+        # 1: tests ran and some failed. Anything else (collection errors, nothing run) shows nothing.
+        if done.returncode == 1 and " failed" in done.stdout:
+            return None
+        return f"pytest exit code {done.returncode}: {done.stdout[-400:]}"
+
+
+def main() -> int:
+    """Tries all mutants, two at a time."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        results = list(pool.map(survives, MUTANTS))
+    for mutant, problem in zip(MUTANTS, results, strict=True):
+        print(f"{'caught' if problem is None else 'SURVIVED'}  {mutant.fault}{'' if problem is None else ': ' + problem}")
+    return int(any(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

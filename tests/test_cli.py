@@ -1,0 +1,132 @@
+"""The command line: every shipped YAML, saved configs, validation, a user's own reward."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pbrl_lightning.cli import main
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+TINY = [
+    "--model.init_args.team.init_args.models=builtin:tiny",
+    "--model.init_args.team.init_args.formatters={prompt}",
+    "--data.num_candidates=4",
+    "--data.sampling.max_new_tokens=4",
+    "--trainer.accelerator=cpu",
+]
+
+
+def test_there_are_configs():
+    assert len(CONFIGS) >= 5
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_every_config_goes_through_the_cli(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["fit", "--config", str(config), *TINY, "--trainer.fast_dev_run=true"])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_configs_are_short_and_say_how_to_run_them(config):
+    text = config.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 45
+    assert f"pbrl fit --config {config.relative_to(ROOT)}" in text
+
+
+def run_files(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def test_the_saved_config_reproduces_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = ["--model.init_args.num_iterations=2", "--data.num_candidates=4"]
+    main(["fit", "--config", str(ROOT / "configs/debug/madpo_iter.yaml"), *short, "--trainer.default_root_dir=one"])
+    first = next(Path("one").rglob("config.yaml")).parent
+    main(["fit", "--config", str(first / "config.yaml"), "--trainer.default_root_dir=two"])
+    second = next(Path("two").rglob("config.yaml")).parent
+    for name in ("replay/iteration_0001.json", "replay/iteration_0002.json", "export/agent_0/model.safetensors"):
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_a_reward_of_the_users_own_from_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def score(*completions, prompts, batch_items):\n"
+        "    return [len(a) + item['bonus'] for a, item in zip(completions[0], batch_items)]\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "items.jsonl").write_text('{"prompt": "a", "bonus": 1}\n{"prompt": "b", "bonus": 2}\n', encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    config = str(ROOT / "configs/debug/madpo_iter.yaml")
+    command = [sys.executable, "-m", "pbrl_lightning", "fit", "--config", config, "--trainer.fast_dev_run=true"]
+    command += ["--data.items=items.jsonl", "--data.eval_items=items.jsonl", "--data.reward_func=my_rewards:score"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_validate_scores_saved_agents(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs/debug/madpo_iter.yaml")
+    main(["fit", "--config", config, "--model.init_args.num_iterations=1", "--trainer.default_root_dir=one"])
+    export = next(Path("one").rglob("export"))
+    capsys.readouterr()
+    main(
+        [
+            "validate",
+            "--config",
+            config,
+            f"--model.init_args.team.init_args.models={export}",
+            "--trainer.default_root_dir=two",
+        ]
+    )
+    printed = capsys.readouterr().out
+    for name in ("eval/turn_1/reward_mean", "eval/turn_1/reward_standard_error", "eval/n"):
+        assert name in printed
+
+
+def test_problems_are_named_together_and_before_a_model_is_loaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs/debug/madpo.yaml")
+    missing = "--model.init_args.team.init_args.models=./there_is_no_such_model"
+    with pytest.raises(ValueError, match="`num_iterations` is 3, but a run is iterative only with a `comparator`"):
+        main(["fit", "--config", config, missing, "--model.init_args.num_iterations=3"])
+    with pytest.raises(ValueError, match="`batch_size` must be >= 1.*`num_turns` must be 1"):
+        main(["fit", "--config", config, missing, "--data.batch_size=0", "--data.num_turns=2"])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--data.sampling.max_new_tokens=0", "max_new_tokens"),
+        ("--data.sampling.top_p=0", "top_p"),
+        ("--data.no_such_option=1", "no_such_option"),
+        ("--data.comparator=NoSuchComparator", "NoSuchComparator"),
+    ],
+)
+def test_bad_options_are_named(option, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((SystemExit, ValueError)) as raised:
+        main(["fit", "--config", str(ROOT / "configs/debug/madpo_iter.yaml"), option])
+    assert message in capsys.readouterr().err + str(raised.value)
+
+
+def test_help_is_useful(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert "preferences between their joint responses" in printed
+    assert "fit" in printed
+    assert "configs/quickstart.yaml" in printed
+
+
+def test_saved_configs_hold_class_paths_not_objects(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["fit", "--config", str(ROOT / "configs/madpo_iter.yaml"), *TINY, "--model.init_args.num_iterations=1"])
+    saved = yaml.safe_load(next(Path("runs").rglob("config.yaml")).read_text(encoding="utf-8"))
+    assert saved["data"]["comparator"]["class_path"] == "pbrl_lightning.HistoryComparator"
+    assert saved["data"]["reward_func"] == "pbrl_lightning.tasks.writing.writing_reward"
+    assert "object at 0x" not in str(saved)

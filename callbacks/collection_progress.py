@@ -6,7 +6,7 @@ import sys
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 from typing_extensions import override
 
 from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
@@ -20,9 +20,7 @@ class CollectionProgress(RoundCallback):
         self._bar: tqdm[None] | None = None
 
     @override
-    def on_collection_progress(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, done: int, total: int
-    ) -> None:
+    def on_collection_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, done: int, total: int) -> None:
         if not trainer.is_global_zero or not sys.stderr.isatty():
             return
         if self._bar is None:

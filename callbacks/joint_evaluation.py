@@ -83,7 +83,7 @@ class JointEvaluation(L.Callback):
     def _log_table(self, trainer: L.Trainer, batch: EvaluationBatch) -> None:
         table = sample_table(batch)
         for logger in trainer.loggers:
-            add_text = getattr(logger.experiment, "add_text", None)
+            add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if add_text is not None:
                 add_text("eval/samples", table, trainer.global_step)
 

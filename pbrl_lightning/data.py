@@ -26,6 +26,7 @@ from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.pair_tokens import PairLoader, pairs_from_state, pairs_to_state, trainable_pairs
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.round_files import RoundStore, read_pairs
+from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
 from pbrl_lightning.preferences.selection import PairSelection, validate_selection
 from pbrl_lightning.randomness import counted_generator
 from pbrl_lightning.rounds import RoundRecord, completed_epochs, log_to, notify
@@ -154,13 +155,13 @@ class PreferenceDataModule(L.LightningDataModule):
             raise ValueError("`items` (with `reward_func`) or `pairs` must be given to fit")
         if self.evaluator is None:
             rank_zero_warn("no `eval_items` are given, so this run is not evaluated (never on the training items)")
-        trainer.reload_dataloaders_every_n_epochs = 1
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         trainer.limit_val_batches = 0  # evaluation is the JointEvaluation callback's
         schedule = self._schedule
         limit = trainer.fit_loop.max_epochs
         if limit is None or limit < 0 or limit > schedule.total_epochs:
             trainer.fit_loop.max_epochs = schedule.total_epochs
-        if trainer.ckpt_path is None and not self.pair_paths:  # type: ignore[attr-defined]
+        if trainer.ckpt_path is None and not self.pair_paths:
             self._open_store()  # a foreign directory is found before anything is sampled
 
     @override
@@ -234,7 +235,7 @@ class PreferenceDataModule(L.LightningDataModule):
 
     @property
     def _schedule(self) -> RoundSchedule:
-        return self._trainer.lightning_module.make_schedule(self.iterative)  # type: ignore[no-any-return,operator]
+        return self._trainer.lightning_module.make_schedule(self.iterative)  # type: ignore[operator]
 
     def _prepare_round(self, epoch: int) -> Position | None:
         """Brings the state to the round of this epoch; passes over rounds that have nothing to train on."""
@@ -272,7 +273,10 @@ class PreferenceDataModule(L.LightningDataModule):
         seconds = time.monotonic() - started
         store = self._open_store()
         if trainer.is_global_zero:
-            store.write(round_number, collected.pairs)
+            entry = store.write(round_number, collected.pairs)
+            for directory in {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}:
+                if directory is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                    mirror_round(store.directory, entry, Path(directory))
         if trainer.world_size > 1:
             store.load_state_dict(from_rank_zero(store.state_dict()))
         self._progress.env_step += collected.num_responses
@@ -323,9 +327,7 @@ class PreferenceDataModule(L.LightningDataModule):
             notify(trainer, "on_collection_progress", done, total)
 
         items = [self.items[index] for index in own]
-        parts = collector.collect(
-            self._team, items, own, round_number, history=self.history_dir, progress=progress
-        )
+        parts = collector.collect(self._team, items, own, round_number, history=self.history_dir, progress=progress)
         collected = Collection()
         for part in gather_by_index(dict(zip(own, parts, strict=True))):
             collected.extend(part)
@@ -349,26 +351,18 @@ class PreferenceDataModule(L.LightningDataModule):
                 store.load_state_dict(restored)
             if self._trainer.is_global_zero:
                 store.open(run_id)
+                if restored is not None and self._trainer.ckpt_path is not None:
+                    restore_rounds(directory, store.entries, Path(self._trainer.ckpt_path).parent)
             self._store = store
         return self._store
 
     def _log(self, record: RoundRecord) -> None:
-        metrics: dict[str, float] = {
-            "iter/current_iteration": record.round,
-            "iter/current_preference_pairs": record.collected_pairs,
-            "iter/total_preference_pairs": self._progress.total_pairs,
-            "iter/train_preference_pairs": record.train_pairs,
-            "env_step": self._progress.env_step,
-            "collect/tokens_per_second": record.tokens_per_second,
-            "collect/seconds": record.seconds,
-            "collect/dropped_candidates": self.oracle.num_dropped if self.oracle is not None else 0,
-        }
+        metrics = record.metrics()
+        metrics["iter/total_preference_pairs"] = self._progress.total_pairs
+        metrics["env_step"] = self._progress.env_step
+        metrics["collect/dropped_candidates"] = self.oracle.num_dropped if self.oracle is not None else 0
         for name in ("truncated_prompts", "truncated_responses", "identical_pairs"):
             metrics[f"collect/{name}"] = self._team.counts.get(name, 0)
-        if record.reward_mean is not None:
-            metrics["collect/reward_mean"] = record.reward_mean
-        if record.comparator_reward_mean is not None:
-            metrics["collect/comparator_reward_mean"] = record.comparator_reward_mean
         log_to(self._trainer, metrics)
 
     def _validate(

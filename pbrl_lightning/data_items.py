@@ -42,7 +42,9 @@ def load_items(given: Any, name: str) -> list[TaskItem]:
         raise ValueError(f"{where} must hold at least one task item, got none")
     for index, item in enumerate(items):
         if not isinstance(item, dict):
-            raise ValueError(f"{where} must be a list of dicts, but item {index} is {type(item).__name__}: {item!r:.80}")
+            raise ValueError(
+                f"{where} must be a list of dicts, but item {index} is {type(item).__name__}: {item!r:.80}"
+            )
     return items
 
 

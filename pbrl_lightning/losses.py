@@ -24,7 +24,8 @@ def bradley_terry_losses(winner: Tensor, loser: Tensor) -> Tensor:
     """
     if winner.shape != loser.shape or winner.ndim != 1 or len(winner) == 0:
         raise ValueError(
-            f"`winner` and `loser` must have one shape (B,) with B > 0, got {tuple(winner.shape)} and {tuple(loser.shape)}"
+            "`winner` and `loser` must have one shape (B,) with B > 0, "
+            f"got {tuple(winner.shape)} and {tuple(loser.shape)}"
         )
     return -logsigmoid(winner - loser)
 

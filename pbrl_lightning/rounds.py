@@ -33,6 +33,21 @@ class RoundRecord:
     seconds: float
     tokens_per_second: float
 
+    def metrics(self) -> dict[str, float]:
+        """What loggers get; means that do not exist are left out."""
+        metrics: dict[str, float] = {
+            "iter/current_iteration": self.round,
+            "iter/current_preference_pairs": self.collected_pairs,
+            "iter/train_preference_pairs": self.train_pairs,
+            "collect/seconds": self.seconds,
+            "collect/tokens_per_second": self.tokens_per_second,
+        }
+        if self.reward_mean is not None:
+            metrics["collect/reward_mean"] = self.reward_mean
+        if self.comparator_reward_mean is not None:
+            metrics["collect/comparator_reward_mean"] = self.comparator_reward_mean
+        return metrics
+
 
 RoundHook = Literal["on_round_start", "on_collection_progress", "on_round_collected", "on_round_end"]
 
@@ -43,9 +58,7 @@ class RoundCallback(L.Callback):
     def on_round_start(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
         """Before the collection of a round; the weights are those that the round before left."""
 
-    def on_collection_progress(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, done: int, total: int
-    ) -> None:
+    def on_collection_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, done: int, total: int) -> None:
         """During collection: how many of the item passes are done."""
 
     def on_round_collected(self, trainer: L.Trainer, pl_module: L.LightningModule, record: RoundRecord) -> None:
@@ -65,7 +78,7 @@ def notify(trainer: L.Trainer, hook: RoundHook, *arguments: Any) -> None:
 def completed_epochs(trainer: L.Trainer) -> int:
     """Epochs that are really over: ``trainer.current_epoch`` is stale in the first loader call after a resume."""
     progress = trainer.fit_loop.epoch_progress.current
-    return min(progress.ready, progress.processed)
+    return min(progress.ready, progress.processed)  # type: ignore[attr-defined]
 
 
 def log_to(trainer: L.Trainer, metrics: Mapping[str, float]) -> None:

@@ -56,7 +56,8 @@ def tiny(architecture: str, dtype: torch.dtype = torch.float64, seed: int = 0, *
         if architecture == "llama":
             model = tiny_model(seed)
         elif architecture == "gpt2":
-            model = GPT2LMHeadModel(GPT2Config(**{**sizes, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128} | options))
+            gpt2_sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+            model = GPT2LMHeadModel(GPT2Config(**{**sizes, **gpt2_sizes} | options))
         elif architecture == "gemma2":
             # Transformers' eager attention, the only one Gemma2 has, turns rows that see padding alone into NaN in
             # float64 (its softmax is float32): there the window must reach back to the text.

@@ -116,7 +116,9 @@ def main() -> int:
     with ThreadPoolExecutor(max_workers=2) as pool:
         results = list(pool.map(survives, MUTANTS))
     for mutant, problem in zip(MUTANTS, results, strict=True):
-        print(f"{'caught' if problem is None else 'SURVIVED'}  {mutant.fault}{'' if problem is None else ': ' + problem}")
+        print(
+            f"{'caught' if problem is None else 'SURVIVED'}  {mutant.fault}{'' if problem is None else ': ' + problem}"
+        )
     return int(any(results))
 
 

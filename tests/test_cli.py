@@ -59,7 +59,9 @@ def test_a_reward_of_the_users_own_from_the_working_directory(tmp_path, monkeypa
         "    return [len(a) + item['bonus'] for a, item in zip(completions[0], batch_items)]\n",
         encoding="utf-8",
     )
-    (tmp_path / "items.jsonl").write_text('{"prompt": "a", "bonus": 1}\n{"prompt": "b", "bonus": 2}\n', encoding="utf-8")
+    (tmp_path / "items.jsonl").write_text(
+        '{"prompt": "a", "bonus": 1}\n{"prompt": "b", "bonus": 2}\n', encoding="utf-8"
+    )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     config = str(ROOT / "configs/debug/madpo_iter.yaml")
     command = [sys.executable, "-m", "pbrl_lightning", "fit", "--config", config, "--trainer.fast_dev_run=true"]

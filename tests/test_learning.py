@@ -13,7 +13,8 @@ def success(data, team):
 
 
 @pytest.mark.parametrize(
-    ("lora", "learning_rate"), [(None, 1e-3), (LoraOptions(r=16, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]), 1e-2)],
+    ("lora", "learning_rate"),
+    [(None, 1e-3), (LoraOptions(r=16, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]), 1e-2)],
     ids=["full", "lora"],
 )
 def test_iterative_madpo_solves_the_coordination_task(tmp_path, lora, learning_rate):

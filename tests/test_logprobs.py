@@ -102,9 +102,7 @@ def test_scored_tokens_by_hand():
 def test_rows_without_scored_tokens_give_zero_and_a_backward(checkpointing):
     model = tiny("llama")
     prompts, responses = [[0, 4], [0, 5, 6]], [[9], [1]]
-    values = sequence_logps(
-        model, make_batch(prompts, responses), score_last_token=False, layer_context=checkpointing
-    )
+    values = sequence_logps(model, make_batch(prompts, responses), score_last_token=False, layer_context=checkpointing)
     assert values.tolist() == [0.0, 0.0]
     values.sum().backward()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
@@ -243,7 +241,7 @@ def joint_gradients(team: AgentTeam, others: int | None = None) -> list[dict[str
         values = [value if agent == others else value.detach() for agent, value in enumerate(values)]
     torch.tanh(sum(values) / 50).sum().backward()
     return [
-        {name: parameter.grad.clone() for name, parameter in team.agent_parameters(agent).items() if parameter.grad is not None}
+        {name: p.grad.clone() for name, p in team.agent_parameters(agent).items() if p.grad is not None}
         for agent in range(2)
     ]
 
@@ -315,12 +313,17 @@ def test_adapter_active_nests_and_survives_errors():
 
     before = active()
     grads = [parameter.requires_grad for parameter in team.parameters()]
-    with pytest.raises(RuntimeError, match="inside"), adapter_active(team.backbone(0), "agent_1"):
-        with team.active(0):
-            assert active() == {"agent_0"}
-        assert active() == {"agent_1"}
-        assert [parameter.requires_grad for parameter in team.parameters()] == grads
-        raise RuntimeError("inside")
+
+    def fail_inside() -> None:
+        with adapter_active(team.backbone(0), "agent_1"):
+            with team.active(0):
+                assert active() == {"agent_0"}
+            assert active() == {"agent_1"}
+            assert [parameter.requires_grad for parameter in team.parameters()] == grads
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside()
     assert active() == before
 
 

@@ -55,4 +55,6 @@ def test_bad_input():
 
 def test_a_non_finite_loss_names_its_cause():
     with pytest.raises(FloatingPointError, match="batch 3 is nan; not finite: agent 1's"):
-        require_finite(torch.tensor(float("nan")), {"agent 0's": torch.zeros(1), "agent 1's": torch.tensor([math.inf])}, "batch 3")
+        require_finite(
+            torch.tensor(float("nan")), {"agent 0's": torch.zeros(1), "agent 1's": torch.tensor([math.inf])}, "batch 3"
+        )

@@ -61,6 +61,7 @@ def literal_logp(team, agent, prompt, response, score_last_token):
 
 def literal_gradients(team, score_last_token=False):
     """The seed's procedure: every margin without gradients, then one backward per agent with the others detached."""
+
     def margin(row, agent):
         winner = literal_logp(team, agent, PROMPTS[row][agent], WINNERS[row][agent], score_last_token)
         return winner - literal_logp(team, agent, PROMPTS[row][agent], LOSERS[row][agent], score_last_token)

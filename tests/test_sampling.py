@@ -177,7 +177,8 @@ def test_greedy_is_generate(architecture):
     ids = torch.tensor([[2] * (width - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
     config = SamplingConfig(temperature=0, max_new_tokens=12)
-    generated = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=12, eos_token_id=None)
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+    generated = model.generate(input_ids=ids, attention_mask=mask, **options)
     ours = sample_responses(model, PROMPTS, uniforms_for(PROMPTS, 1, 12), config, set())
     assert [rows[0].token_ids for rows in ours] == generated[:, width:].tolist()
     assert not any(rows[0].finished for rows in ours)
@@ -240,7 +241,7 @@ def test_finished_rows_leave_the_batch():
     assert min(rows[1:]) < 8 < 24 <= rows[1]
     # A quarter at most of the rows in a forward may be finished ones.
     open_rows = [sum(len(response.token_ids) > step for response in responses) for step in range(1, len(rows))]
-    assert all(0.75 * used <= still_open or used == still_open for used, still_open in zip(rows[1:], open_rows, strict=True))
+    assert all(0.75 * used <= count or used == count for used, count in zip(rows[1:], open_rows, strict=True))
 
 
 def test_several_eos_ids_each_end_a_response():
@@ -273,7 +274,10 @@ def test_fault_b01_length_comes_from_where_sampling_stopped_when_pad_is_eos():
     prompts = [[eos, eos, 40], [0, 7, eos, 31, eos], [eos]]
     uniforms = uniforms_for(prompts, 2, 9)
     config = SamplingConfig(temperature=1.2, top_p=1.0, max_new_tokens=9)
-    expected = [[reference_decode(model, p, u, config, {eos}) for u in rows] for p, rows in zip(prompts, uniforms, strict=True)]
+    expected = [
+        [reference_decode(model, prompt, row, config, {eos}) for row in rows]
+        for prompt, rows in zip(prompts, uniforms, strict=True)
+    ]
     assert sample_responses(model, prompts, uniforms, config, {eos}) == expected
     # EOS as the very last token that fits is still an end, and a response may be EOS alone.
     first_only = SamplingConfig(temperature=0, max_new_tokens=1)
@@ -313,7 +317,7 @@ def test_sampling_leaves_the_models_as_they_were(lora):
         team.model(agent).activation_checkpointing_enable()
 
     def state() -> list[object]:
-        modules = [(name, module.training, getattr(module, "_active_adapter", None)) for name, module in team.named_modules()]
+        modules = [(name, m.training, getattr(m, "_active_adapter", None)) for name, m in team.named_modules()]
         gradients = [(name, parameter.requires_grad) for name, parameter in team.named_parameters()]
         forwards = [name for name, module in team.named_modules() if "forward" in module.__dict__]
         caches = [(team.model(agent).config.use_cache, team.tokenizer(agent).padding_side) for agent in range(2)]
@@ -322,7 +326,8 @@ def test_sampling_leaves_the_models_as_they_were(lora):
     before, weights = state(), {name: value.clone() for name, value in team.state_dict().items()}
     rng = torch.random.get_rng_state()
     config = SamplingConfig(max_new_tokens=5)
-    team.sample([{"prompt": "a"}, {"prompt": "bcd"}], [0, 1], num_candidates=3, sampling=config, seed=0, stream="actors")
+    items = [{"prompt": "a"}, {"prompt": "bcd"}]
+    team.sample(items, [0, 1], num_candidates=3, sampling=config, seed=0, stream="actors")
     assert state() == before
     assert all(torch.equal(weights[name], value) for name, value in team.state_dict().items())
     assert torch.equal(rng, torch.random.get_rng_state())
@@ -373,8 +378,7 @@ def test_greedy_with_several_candidates_warns_once():
 
     sample(1)
     with pytest.warns(UserWarning, match="temperature 0") as record:
-        sample(2)
-        sample(2)
+        assert [sample(2), sample(2)] == [None, None]
     assert len(record) == 1
 
 

@@ -92,8 +92,8 @@ def assemble(settings: TeamSettings) -> tuple[list[nn.Module], list[Agent]]:
         if kind == "adapters":
             adapters = [source.adapter if isinstance(source := sources[agent], Source) else None for agent in members]
             names = [f"agent_{agent}" for agent in members]
-            base = first.base if isinstance(first, Source) else None
-            model = attach_adapters(model, base, names, settings.lora, adapters, settings.seed)
+            named_base = first.base if isinstance(first, Source) else None
+            model = attach_adapters(model, named_base, names, settings.lora, adapters, settings.seed)
         for agent in members:
             adapter = f"agent_{agent}" if kind == "adapters" else None
             agents[agent] = Agent(len(backbones), adapter, tokenizers[agent], eos_ids[agent], context_length)

@@ -35,14 +35,14 @@ def accepts(model: nn.Module, argument: str) -> bool:
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     earlier = module.__dict__.get("forward")
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     try:
         yield
     finally:
         if earlier is None:
             del module.forward
         else:
-            module.forward = earlier  # type: ignore[method-assign]
+            module.forward = earlier
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def checkpointed_layers(model: nn.Module, context_fn: Callable[[], ContextPair])
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
     originals = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = partial(run, layer.forward)  # type: ignore[method-assign]
+        layer.forward = partial(run, layer.forward)
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ def checkpointed_layers(model: nn.Module, context_fn: Callable[[], ContextPair])
             if original is None:
                 del layer.forward
             else:
-                layer.forward = original  # type: ignore[method-assign]
+                layer.forward = original
 
 
 class SplitForward:

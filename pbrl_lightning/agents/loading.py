@@ -144,7 +144,14 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(directory)
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 
 
 def write_directory(target: Path, write: Callable[[Path], None], *, replace: bool = True) -> None:

@@ -40,6 +40,7 @@ class PromptTemplate:
         self.text = text
 
     def __call__(self, item: TaskItem) -> str:
+        """The prompt of one task item."""
         return _fill(self.text, item)
 
 
@@ -56,6 +57,7 @@ class ChatTemplate:
         self.system = system
 
     def __call__(self, item: TaskItem) -> list[dict[str, str]]:
+        """The messages of one task item."""
         messages = [{"role": "user", "content": _fill(self.user, item)}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": _fill(self.system, item)})

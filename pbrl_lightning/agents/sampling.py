@@ -62,9 +62,7 @@ class SampledIds:
     finished: bool
 
 
-def filtered_distribution(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float
-) -> tuple[Tensor, Tensor]:
+def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
     """The distribution that is sampled from: temperature, then top-k, then top-p.
 
     Tokens equal to the k-th logit all stay, and of equal tokens at the edge of top-p those with the larger id stay:
@@ -129,7 +127,9 @@ def next_tokens(logits: Tensor, uniforms: Tensor, config: SamplingConfig) -> Ten
     """
     largest, tokens = logits.max(1)
     if not bool(largest.isfinite().all()):
-        raise ValueError("the model's logits are NaN or infinite: its weights have diverged, or its dtype is too narrow")
+        raise ValueError(
+            "the model's logits are NaN or infinite: its weights have diverged, or its dtype is too narrow"
+        )
     if config.temperature == 0:
         return tokens
     ids, probs = filtered_distribution(logits, config.temperature, config.top_k, config.top_p)
@@ -188,7 +188,7 @@ def _encode(model: nn.Module, prompts: list[list[int]], device: torch.device) ->
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     ids, mask = ids.to(device), mask.to(device)
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)  # type: ignore[arg-type]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     split = SplitForward(model, **_step_inputs(model, ids, mask, positions, cache))
     if cache.get_seq_length() != width:

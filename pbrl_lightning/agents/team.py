@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from pbrl_lightning.agents.adapters import LoraOptions, adapter_active, adapter_parameters, save_adapter
 from pbrl_lightning.agents.assembly import Agent, TeamSettings, assemble
@@ -232,7 +232,7 @@ class AgentTeam(nn.Module):
                 [
                     {
                         index: Response(
-                            tokenizer.decode(row.token_ids, skip_special_tokens=True), row.token_ids, row.finished
+                            str(tokenizer.decode(row.token_ids, skip_special_tokens=True)), row.token_ids, row.finished
                         )
                         for index, row in enumerate(rows)
                     }

@@ -45,9 +45,7 @@ class Comparator(ABC):
         self.num_candidates = num_candidates
 
     @abstractmethod
-    def session(
-        self, team: AgentTeam, round_number: int, history: Path | None
-    ) -> AbstractContextManager[Speaker]:
+    def session(self, team: AgentTeam, round_number: int, history: Path | None) -> AbstractContextManager[Speaker]:
         """Opens one collection phase.
 
         Args:
@@ -58,6 +56,9 @@ class Comparator(ABC):
         Returns:
             A context that gives who speaks; what was loaded for it is freed at its end.
         """
+
+    def check(self, num_agents: int) -> None:
+        """Raises a ValueError if this comparator cannot answer for a team of so many agents; loads nothing."""
 
     @property
     def needs_history(self) -> int | None:

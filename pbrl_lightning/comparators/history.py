@@ -15,7 +15,7 @@ from pbrl_lightning.comparators.local import checked_devices, frozen_team
 
 
 def history_name(rounds_completed: int) -> str:
-    """Directory name of the policy after that many rounds: ``initial``, then ``iteration_0000`` (0-based) …
+    """Directory name of the policy after that many rounds: ``initial``, then the 0-based ``iteration_0000`` and so on.
 
     Example:
         >>> history_name(0), history_name(3)
@@ -67,4 +67,6 @@ class HistoryComparator(Comparator):
                     stack.enter_context(adapter_values(parameters, values))
                 yield team
         else:
-            yield frozen_team(team, [str(path) for path in agents], self.devices)
+            # In the actors' dtype: k = 1 must say what the current policy says.
+            dtype = str(next(team.parameters()).dtype).removeprefix("torch.")
+            yield frozen_team(team, [str(path) for path in agents], self.devices, dtype=dtype)

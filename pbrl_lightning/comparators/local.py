@@ -42,7 +42,8 @@ class CurrentCopyComparator(Comparator):
     def session(self, team: AgentTeam, round_number: int, history: Path | None) -> Iterator[Speaker]:
         del round_number, history
         here = {parameter.device for parameter in team.load().parameters()}
-        if here == {torch.device(device) for device in self.devices}:
+        # An empty tensor says which device a name such as "cuda" or "cpu:0" means.
+        if here == {torch.empty(0, device=device).device for device in self.devices}:
             yield team
         else:
             yield team.frozen_copy(self.devices)
@@ -80,16 +81,25 @@ class ModelComparator(Comparator):
         self._team: AgentTeam | None = None
 
     @override
+    def check(self, num_agents: int) -> None:
+        if isinstance(self.models, list) and len(self.models) != num_agents:
+            raise ValueError(
+                f"the comparator's `models` must be one for all roles or {num_agents}, got {len(self.models)}"
+            )
+
+    @override
     @contextmanager
     def session(self, team: AgentTeam, round_number: int, history: Path | None) -> Iterator[Speaker]:
         del round_number, history
         if self._team is None:
-            if isinstance(self.models, list) and len(self.models) != team.num_agents:
-                raise ValueError(
-                    f"the comparator's `models` must be one for all roles or {team.num_agents}, got {len(self.models)}"
-                )
+            self.check(team.num_agents)
             self._team = frozen_team(
-                team, self.models, self.devices, dtype=self.dtype, tokenizers=self.tokenizers, formatters=self.formatters
+                team,
+                self.models,
+                self.devices,
+                dtype=self.dtype,
+                tokenizers=self.tokenizers,
+                formatters=self.formatters,
             )
         yield self._team
 

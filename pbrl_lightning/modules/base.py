@@ -91,9 +91,7 @@ class TeamModule(L.LightningModule):
         wanted: list[L.Callback] = [JointEvaluation(), CollectionProgress(), AgentExport()]
         if comparator is not None and comparator.needs_history is not None:
             wanted.insert(0, ComparatorHistory())
-        return [
-            callback for callback in wanted if not any(issubclass(there, type(callback)) for there in present)
-        ]
+        return [callback for callback in wanted if not any(issubclass(there, type(callback)) for there in present)]
 
     @override
     def configure_optimizers(self) -> Any:

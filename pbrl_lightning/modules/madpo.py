@@ -74,10 +74,7 @@ class MADPOModule(TeamModule):
     def training_step(self, batch: PairBatch, batch_idx: int) -> Tensor:
         # 1. Summed log-probabilities of winners and losers, one forward per agent: (N, 2B).
         logps = torch.stack(
-            [
-                self.team.response_logps(agent, rows, self.score_last_token)
-                for agent, rows in enumerate(batch.agents)
-            ]
+            [self.team.response_logps(agent, rows, self.score_last_token) for agent, rows in enumerate(batch.agents)]
         )
         winner_logps, loser_logps = logps.chunk(2, dim=1)
         # 2. The loss of each pair from the margin of the whole team.

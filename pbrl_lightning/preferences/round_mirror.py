@@ -1,0 +1,54 @@
+"""Round data beside the checkpoints, so that a checkpoint directory alone is enough to resume."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from pbrl_lightning.preferences.round_files import RoundEntry, RoundFileError
+
+MIRROR = "replay"
+"""Name of the directory beside the checkpoints."""
+
+
+def mirror_round(store_directory: Path, entry: RoundEntry, checkpoint_directory: Path) -> None:
+    """Keeps a round's bytes beside the checkpoints: once, as a hard link where the file system allows it.
+
+    The name holds the bytes' sha256, because a resumed run may write a round anew that an older checkpoint needs.
+    """
+    target = checkpoint_directory / MIRROR / _name(entry)
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(store_directory / entry.file, target)
+    except OSError:
+        temporary = target.with_name(f".{target.name}.tmp")
+        shutil.copyfile(store_directory / entry.file, temporary)
+        temporary.replace(target)
+
+
+def restore_rounds(store_directory: Path, entries: list[RoundEntry], checkpoint_directory: Path) -> None:
+    """Brings back round files that the replay directory has lost, or that were written anew since.
+
+    Raises:
+        RoundFileError: If a round is in neither place.
+    """
+    for entry in entries:
+        path = store_directory / entry.file
+        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == entry.sha256:
+            continue
+        source = checkpoint_directory / MIRROR / _name(entry)
+        if not source.exists():
+            raise RoundFileError(
+                f"round {entry.iteration} as the checkpoint knows it is in neither {path} nor {source}"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # never write through a hard link
+        shutil.copyfile(source, path)
+
+
+def _name(entry: RoundEntry) -> str:
+    return f"{Path(entry.file).stem}-{entry.sha256[:16]}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class ComparatorHistory(RoundCallback):
         self.dirpath = dirpath
         self.keep_all = keep_all
         self._directory: Path | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     @override
@@ -41,12 +43,15 @@ class ComparatorHistory(RoundCallback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # A resumed run has a new log directory; what it compares against lies in the old one.
-        if self.dirpath is None and state_dict["directory"] is not None:
-            self._directory = Path(state_dict["directory"])
+        if state_dict["directory"] is not None:
+            self._directory = Path(self.dirpath or state_dict["directory"])
 
     @override
     def on_round_start(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
-        if self._directory is None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="pbrl_")  # a trial leaves nothing
+            self._directory = Path(self._scratch.name)
+        elif self._directory is None:
             self._directory = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "history")
         trainer.datamodule.history_dir = self._directory  # type: ignore[attr-defined]
         if round_number == 1:

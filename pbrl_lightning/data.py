@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -16,9 +17,10 @@ from typing_extensions import override
 
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.batches import EvaluationBatch, PreferencePair
+from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
 from pbrl_lightning.comparators.base import Comparator
 from pbrl_lightning.data_items import load_items
+from pbrl_lightning.data_options import validate_options
 from pbrl_lightning.distributed import from_rank_zero, gather_by_index
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
 from pbrl_lightning.preferences.collector import Collection, Collector
@@ -27,21 +29,10 @@ from pbrl_lightning.preferences.pair_tokens import PairLoader, pairs_from_state,
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.round_files import RoundStore, read_pairs
 from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
-from pbrl_lightning.preferences.selection import PairSelection, validate_selection
+from pbrl_lightning.preferences.selection import PairSelection
 from pbrl_lightning.randomness import counted_generator
-from pbrl_lightning.rounds import RoundRecord, completed_epochs, log_to, notify
+from pbrl_lightning.rounds import RoundRecord, RunProgress, completed_epochs, log_to, notify
 from pbrl_lightning.schedule import Position, RoundSchedule
-
-
-@dataclass
-class _Progress:
-    """Where a run stands; this, the store and the pairs are the data side's state."""
-
-    round: int = 0
-    ended_round: int = 0
-    skipped_rounds: int = 0
-    env_step: int = 0
-    total_pairs: int = 0
 
 
 class PreferenceDataModule(L.LightningDataModule):
@@ -112,7 +103,16 @@ class PreferenceDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.pair_paths = pairs
         self.seed = seed
-        self._validate(items, reward_func, replay, num_candidates, num_turns, joint_mode)
+        validate_options(
+            self,
+            items=items,
+            reward_func=reward_func,
+            eval_items=eval_items,
+            replay=replay,
+            num_candidates=num_candidates,
+            num_turns=num_turns,
+            joint_mode=joint_mode,
+        )
         self.items = load_items(items, "items") if items is not None else []
         self.oracle = None
         if reward_func is not None:
@@ -123,13 +123,10 @@ class PreferenceDataModule(L.LightningDataModule):
             oracle = Oracle(reward_func, reward_processor, max_concurrency=max_concurrency)
             held_out = load_items(eval_items, "eval_items")
             self.evaluator = Evaluator(held_out, oracle, self.sampling, seed, eval_metrics)
-        self.history_dir: Path | None = None
-        self.rounds: list[RoundRecord] = []
         self._replay_dir = Path(replay_dir) if replay_dir is not None else None
-        self._store: RoundStore | None = None
-        self._restored_store: dict[str, Any] | None = None
-        self._progress = _Progress()
-        self._pairs: list[PreferencePair] = []
+        self._file_pairs: list[PreferencePair] = []
+        self._limit_val_batches: int | float | None = None
+        self._start_afresh()
 
     @property
     def iterative(self) -> bool:
@@ -151,29 +148,39 @@ class PreferenceDataModule(L.LightningDataModule):
         trainer = self._trainer
         if stage != "fit":
             return
-        if not self.items and not self.pair_paths:
+        self._start_afresh()
+        if not self.items and self.pair_paths is None:
             raise ValueError("`items` (with `reward_func`) or `pairs` must be given to fit")
         if self.evaluator is None:
             rank_zero_warn("no `eval_items` are given, so this run is not evaluated (never on the training items)")
+        if self.comparator is not None:
+            self.comparator.check(self._team.num_agents)
+        if self.pair_paths is not None:
+            self._file_pairs = read_pairs(self.pair_paths)
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-        trainer.limit_val_batches = 0  # evaluation is the JointEvaluation callback's
+        # Evaluation is the JointEvaluation callback's; `teardown` lets this trainer validate again.
+        self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
         schedule = self._schedule
         limit = trainer.fit_loop.max_epochs
         if limit is None or limit < 0 or limit > schedule.total_epochs:
             trainer.fit_loop.max_epochs = schedule.total_epochs
-        if trainer.ckpt_path is None and not self.pair_paths:
-            self._open_store()  # a foreign directory is found before anything is sampled
+
+    @override
+    def teardown(self, stage: str) -> None:
+        if stage == "fit" and self._limit_val_batches is not None:
+            self._trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
     @override
     def train_dataloader(self) -> PairLoader:
         trainer = self._trainer
         epoch = completed_epochs(trainer)
         position = self._prepare_round(epoch)
-        pairs, tokens = trainable_pairs(self._team, self._pairs if position is not None else [])
+        if self._tokens is None:  # resumed inside a round
+            self._pairs, self._tokens = trainable_pairs(self._team, self._pairs)
         return PairLoader(
             self._team,
-            pairs,
-            tokens,
+            self._pairs if position is not None else [],
+            self._tokens if position is not None else [],
             self.batch_size,
             self.seed,
             self._progress.round,
@@ -196,19 +203,18 @@ class PreferenceDataModule(L.LightningDataModule):
         return {
             "progress": asdict(self._progress),
             "rounds": [asdict(record) for record in self.rounds],
-            "store": self._store.state_dict() if self._store is not None else None,
-            "replay_dir": str(self._store.directory) if self._store is not None else None,
+            # A run resumed inside a round opens its store at the next one only.
+            "store": self._store.state_dict() if self._store is not None else self._restored_store,
+            "replay_dir": str(self._store.directory) if self._store is not None else self._restored_dir,
             "pairs": pairs_to_state(self._pairs),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._progress = _Progress(**state_dict["progress"])
+        self._progress = RunProgress(**state_dict["progress"])
         self.rounds = [RoundRecord(**record) for record in state_dict["rounds"]]
-        self._pairs = pairs_from_state(state_dict["pairs"])
-        self._restored_store = state_dict["store"]
-        if self._replay_dir is None and state_dict["replay_dir"] is not None:
-            self._replay_dir = Path(state_dict["replay_dir"])
+        self._pairs, self._tokens = pairs_from_state(state_dict["pairs"]), None
+        self._restored_store, self._restored_dir = state_dict["store"], state_dict["replay_dir"]
 
     def evaluate(self, num_samples: int) -> EvaluationBatch | None:
         """One joint response of the current agents to each of the first evaluation items; None without any."""
@@ -218,10 +224,23 @@ class PreferenceDataModule(L.LightningDataModule):
 
     def finish(self) -> None:
         """Ends the last round, if all of its epochs are over."""
+        if not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return  # Lightning counts an epoch that `max_steps` or a stop cut short as over
         shift = self._progress.skipped_rounds * self._schedule.epochs_per_round
         position = self._schedule.locate(completed_epochs(self._trainer) + shift)
         if position is None or position.round != self._progress.round:
             self._end_round()
+
+    def _start_afresh(self) -> None:
+        """The state of a run before its first round; a resumed run's is loaded over it."""
+        self.history_dir: Path | None = None
+        self.rounds: list[RoundRecord] = []
+        self._store: RoundStore | None = None
+        self._restored_store: dict[str, Any] | None = None
+        self._restored_dir: str | None = None
+        self._progress = RunProgress()
+        self._pairs: list[PreferencePair] = []
+        self._tokens: list[PairTokens] | None = None
 
     @property
     def _trainer(self) -> L.Trainer:
@@ -252,7 +271,7 @@ class PreferenceDataModule(L.LightningDataModule):
                     rank_zero_warn("no task item gave a preference pair (all ties?); the run ends without an update")
                 return None
             progress.round = position.round
-            self._pairs = self._begin_round(position.round)
+            self._pairs, self._tokens = self._begin_round(position.round)
             if self._pairs:
                 return position
             rank_zero_info(f"round {position.round} has no pairs to train on and passes without an update")
@@ -262,12 +281,16 @@ class PreferenceDataModule(L.LightningDataModule):
                 schedule.total_epochs - progress.skipped_rounds * schedule.epochs_per_round,
             )
 
-    def _begin_round(self, round_number: int) -> list[PreferencePair]:
-        """Collects a round, writes its file, and lets replay choose; returns the training pairs."""
+    def _begin_round(self, round_number: int) -> tuple[list[PreferencePair], list[PairTokens]]:
+        """Collects a round, writes its file, and lets replay choose; returns the training pairs and their tokens."""
         trainer = self._trainer
+        if self.pair_paths is None:
+            # A foreign directory is found before anything is sampled. Not in `setup`: whether the run is a resumed one
+            # (Lightning sets `ckpt_path` later) and which directory is its own are not known there.
+            self._open_store()
         notify(trainer, "on_round_start", round_number)
-        if self.pair_paths:
-            return read_pairs(self.pair_paths)
+        if self.pair_paths is not None:
+            return trainable_pairs(self._team, self._file_pairs)
         started = time.monotonic()
         collected = self._collect(round_number)
         seconds = time.monotonic() - started
@@ -281,7 +304,7 @@ class PreferenceDataModule(L.LightningDataModule):
             store.load_state_dict(from_rank_zero(store.state_dict()))
         self._progress.env_step += collected.num_responses
         self._progress.total_pairs += len(collected.pairs)
-        pairs = self._select(round_number, collected.pairs)
+        pairs, tokens = trainable_pairs(self._team, self._select(round_number, collected.pairs))
         record = RoundRecord(
             round=round_number,
             collected_pairs=len(collected.pairs),
@@ -295,7 +318,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.rounds.append(record)
         self._log(record)
         notify(trainer, "on_round_collected", record)
-        return pairs
+        return pairs, tokens
 
     def _select(self, round_number: int, collected: list[PreferencePair]) -> list[PreferencePair]:
         store = self._open_store()
@@ -307,7 +330,7 @@ class PreferenceDataModule(L.LightningDataModule):
 
     def _collect(self, round_number: int) -> Collection:
         trainer = self._trainer
-        assert self.oracle is not None  # _validate
+        assert self.oracle is not None  # validate_options
         collector = Collector(
             self.oracle,
             self.sampling,
@@ -340,12 +363,8 @@ class PreferenceDataModule(L.LightningDataModule):
 
     def _open_store(self) -> RoundStore:
         if self._store is None:
-            directory = self._replay_dir
-            if directory is None:
-                trainer = self._trainer
-                directory = Path(trainer.log_dir or trainer.default_root_dir) / "replay"
-            store = RoundStore(directory)
             restored = self._restored_store
+            store = RoundStore(directory := self._store_directory())
             run_id = restored["run_id"] if restored is not None else from_rank_zero(uuid.uuid4().hex)
             if restored is not None:
                 store.load_state_dict(restored)
@@ -356,6 +375,15 @@ class PreferenceDataModule(L.LightningDataModule):
             self._store = store
         return self._store
 
+    def _store_directory(self) -> Path:
+        trainer = self._trainer
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._scratch = tempfile.TemporaryDirectory(prefix="pbrl_")  # a trial claims no directory
+            return Path(self._scratch.name)
+        if self._replay_dir is None and self._restored_dir is not None:
+            return Path(self._restored_dir)
+        return self._replay_dir or Path(trainer.log_dir or trainer.default_root_dir) / "replay"
+
     def _log(self, record: RoundRecord) -> None:
         metrics = record.metrics()
         metrics["iter/total_preference_pairs"] = self._progress.total_pairs
@@ -364,38 +392,3 @@ class PreferenceDataModule(L.LightningDataModule):
         for name in ("truncated_prompts", "truncated_responses", "identical_pairs"):
             metrics[f"collect/{name}"] = self._team.counts.get(name, 0)
         log_to(self._trainer, metrics)
-
-    def _validate(
-        self,
-        items: Any,
-        reward_func: Any,
-        replay: ReplayBuffer | None,
-        num_candidates: int | None,
-        num_turns: int,
-        joint_mode: str,
-    ) -> None:
-        problems = []
-        if items is not None and reward_func is None:
-            problems.append("`reward_func` must be given with `items`")
-        if items is not None and self.pair_paths is not None:
-            problems.append("`items` and `pairs` exclude each other: collect pairs, or train on files")
-        if self.pair_paths is not None and (self.comparator is not None or replay is not None):
-            problems.append("`pairs` trains on files alone and takes neither `comparator` nor `replay`")
-        if replay is not None and not isinstance(replay, CurrentReplay) and self.comparator is None:
-            problems.append("`replay` draws from earlier rounds and needs a `comparator` (an iterative run)")
-        if num_candidates is not None and num_candidates < 1:
-            problems.append(f"`num_candidates` must be >= 1, got {num_candidates}")
-        if self.comparator is None and self.num_candidates < 2 and self.pair_paths is None:
-            problems.append("`num_candidates` must be >= 2 without a comparator: one candidate makes no pair")
-        if self.batch_size < 1:
-            problems.append(f"`batch_size` must be >= 1, got {self.batch_size}")
-        if num_turns != 1:
-            problems.append(f"`num_turns` must be 1 (single turn), got {num_turns}")
-        if joint_mode != "aligned":
-            problems.append(f"`joint_mode` must be 'aligned', got {joint_mode!r}")
-        try:
-            validate_selection(self.pair_selection, self.pairs_per_sample, self.iterative)
-        except ValueError as error:
-            problems.append(str(error))
-        if problems:
-            raise ValueError("; ".join(problems))

@@ -58,7 +58,7 @@ def _read(path: Path) -> Any:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not valid JSON: {error}") from error
     items = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 items.append(json.loads(line))

@@ -49,6 +49,17 @@ class RoundRecord:
         return metrics
 
 
+@dataclass
+class RunProgress:
+    """Where a run stands; this, the round store and the pairs in training are the data side's state."""
+
+    round: int = 0
+    ended_round: int = 0
+    skipped_rounds: int = 0
+    env_step: int = 0
+    total_pairs: int = 0
+
+
 RoundHook = Literal["on_round_start", "on_collection_progress", "on_round_collected", "on_round_end"]
 
 

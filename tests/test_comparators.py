@@ -22,7 +22,7 @@ from runs import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pbrl_lightning import CurrentComparator, CurrentCopyComparator, HistoryComparator, LoraOptions, ModelComparator
+from pbrl_lightning import CurrentComparator, CurrentCopyComparator, HistoryComparator, ModelComparator
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.callbacks import ComparatorHistory
 from pbrl_lightning.comparators.history import history_name
@@ -278,6 +278,7 @@ def test_history_in_a_run(k, lora, tmp_path):
     assert {path.name for path in (tmp_path / "history").iterdir()} == kept
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's own
 @LORA
 def test_kept_policies_load_in_plain_transformers_and_peft(lora, tmp_path):
     recorder, team = Recorder(), make_team(lora)
@@ -396,7 +397,3 @@ def test_a_model_comparator_in_a_run(models, tmp_path):
     assert len(data.rounds) == 2
     assert len(list(trainer.lightning_module.parameters())) == len(list(make_team().load().parameters()))
     assert data.env_step == 2 * 3 * (4 + 2)
-
-
-def test_lora_options_are_not_lost():
-    assert LoraOptions(r=4).r == 4

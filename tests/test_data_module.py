@@ -380,7 +380,7 @@ def test_a_round_whose_pairs_are_all_the_same_tokens_is_passed_over(tmp_path):
     data = make_data(Moody(), eval_items=None, sampling=greedy, num_candidates=1)
     with pytest.warns(UserWarning, match="same tokens on both sides"):
         trainer, recorder = fit(tmp_path, data, make_module(team, rounds=2))
-    assert [event for event in recorder.events] == [
+    assert recorder.events == [
         f"{what} {number}" for number in (1, 2) for what in ("start", "collected", "end")
     ]
     assert [record.collected_pairs for record in data.rounds] == [3, 3]
@@ -399,7 +399,6 @@ def test_a_foreign_replay_directory_stops_the_run_before_anything_is_sampled(tmp
     with pytest.raises(ForeignReplayError, match="belongs to run"):
         fit(tmp_path / "two", make_data(reward, replay_dir=str(tmp_path / "shared")), make_module(team, rounds=1))
     assert reward.calls == 0
-    assert not team.is_loaded
     assert {path: path.read_bytes() for path in (tmp_path / "shared").iterdir()} == before
 
 
@@ -442,7 +441,7 @@ def test_training_on_pair_files(tmp_path, collected):
     batches = []
     module = make_module(team, num_train_epochs=3)
     step = module.training_step
-    module.training_step = lambda batch, index: batches.append(batch) or step(batch, index)
+    module.training_step = lambda batch, batch_idx: batches.append(batch) or step(batch, batch_idx)
     trainer, _ = fit(tmp_path / "run", data, module)
     assert trainer.global_step == 3
     assert [len(batch) for batch in batches] == [count] * 3

@@ -12,9 +12,12 @@ def success(data, team):
     return batch.rewards.mean().item()
 
 
+ADAPTED = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"]  # a random backbone has little to steer
+
+
 @pytest.mark.parametrize(
     ("lora", "learning_rate"),
-    [(None, 1e-3), (LoraOptions(r=16, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]), 1e-2)],
+    [(None, 1e-3), (LoraOptions(r=16, target_modules=ADAPTED), 3e-3)],
     ids=["full", "lora"],
 )
 def test_iterative_madpo_solves_the_coordination_task(tmp_path, lora, learning_rate):

@@ -240,7 +240,7 @@ def test_pad_equal_to_eos_is_no_matter(team):
     for agent, other in zip(plain[0].agents, padded[0].agents, strict=True):
         assert torch.equal(agent.response_mask, other.response_mask)
         assert torch.equal(agent.input_ids[agent.attention_mask], other.input_ids[other.attention_mask])
-        assert (other.input_ids[~other.attention_mask] == EOS).all()
+    assert (padded[0].agents[0].input_ids[~padded[0].agents[0].attention_mask] == EOS).all()
 
 
 @pytest.fixture(scope="module")

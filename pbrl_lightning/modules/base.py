@@ -126,7 +126,9 @@ class TeamModule(L.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        # Tied weights have several names, and all of them are in the state dict.
+        everything = self.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in everything if not parameter.requires_grad}
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in frozen}
 

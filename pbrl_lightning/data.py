@@ -261,6 +261,8 @@ class PreferenceDataModule(L.LightningDataModule):
         schedule, progress = self._schedule, self._progress
         while True:
             shift = progress.skipped_rounds * schedule.epochs_per_round
+            limit = schedule.total_epochs - shift  # also after a resume, which sets the schedule's
+            self._trainer.fit_loop.max_epochs = min(self._trainer.fit_loop.max_epochs, limit)
             position = schedule.locate(epoch + shift)
             if position is not None and position.round == progress.round:
                 return position
@@ -276,10 +278,6 @@ class PreferenceDataModule(L.LightningDataModule):
                 return position
             rank_zero_info(f"round {position.round} has no pairs to train on and passes without an update")
             progress.skipped_rounds += 1
-            self._trainer.fit_loop.max_epochs = min(
-                self._trainer.fit_loop.max_epochs or schedule.total_epochs,
-                schedule.total_epochs - progress.skipped_rounds * schedule.epochs_per_round,
-            )
 
     def _begin_round(self, round_number: int) -> tuple[list[PreferencePair], list[PairTokens]]:
         """Collects a round, writes its file, and lets replay choose; returns the training pairs and their tokens."""

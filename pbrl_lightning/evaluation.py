@@ -11,7 +11,7 @@ import torch
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import EvaluationBatch, TaskItem
-from pbrl_lightning.preferences.oracle import Oracle
+from pbrl_lightning.preferences.oracle import Oracle, accepted_keywords
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Evaluator:
         oracle: The task reward; never a learned one.
         sampling: The actors' sampling options.
         seed: The run's seed.
-        metrics: The user's own: ``metrics(*completions, prompts=…, batch_items=…) -> dict`` of numbers.
+        metrics: The user's own, called like the reward; returns a dict of numbers.
     """
 
     items: list[TaskItem]
@@ -50,7 +50,8 @@ class Evaluator:
         scores = self.oracle.score(row_items, [sample.item_index for _, sample, _ in rows], prompts, completions)
         own: dict[str, Any] = {}
         if self.metrics is not None:
-            own = self.metrics(*completions, prompts=prompts, batch_items=row_items)
+            offered = {"prompts": prompts, "batch_items": row_items}
+            own = self.metrics(*completions, **{n: offered[n] for n in accepted_keywords(self.metrics, tuple(offered))})
             if not isinstance(own, dict):
                 raise TypeError(f"`eval_metrics` must return a dict of numbers, got {type(own).__name__}")
         return EvaluationBatch(

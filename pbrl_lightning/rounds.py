@@ -87,9 +87,8 @@ def notify(trainer: L.Trainer, hook: RoundHook, *arguments: Any) -> None:
 
 
 def completed_epochs(trainer: L.Trainer) -> int:
-    """Epochs that are really over: ``trainer.current_epoch`` is stale in the first loader call after a resume."""
-    progress = trainer.fit_loop.epoch_progress.current
-    return min(progress.ready, progress.processed)  # type: ignore[attr-defined]
+    """Epochs that are over when a loader is asked for; ``trainer.current_epoch`` lags behind at the end of a fit."""
+    return trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
 
 
 def log_to(trainer: L.Trainer, metrics: Mapping[str, float]) -> None:

@@ -42,7 +42,7 @@ def run_files(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
-def test_the_saved_config_reproduces_the_run(tmp_path, monkeypatch):
+def test_fault_B81_the_saved_config_reproduces_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = ["--model.init_args.num_iterations=2", "--data.num_candidates=4"]
     main(["fit", "--config", str(ROOT / "configs/debug/madpo_iter.yaml"), *short, "--trainer.default_root_dir=one"])
@@ -125,7 +125,7 @@ def test_help_is_useful(capsys):
     assert "configs/quickstart.yaml" in printed
 
 
-def test_saved_configs_hold_class_paths_not_objects(tmp_path, monkeypatch):
+def test_fault_B81_saved_configs_hold_class_paths_not_objects(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["fit", "--config", str(ROOT / "configs/madpo_iter.yaml"), *TINY, "--model.init_args.num_iterations=1"])
     saved = yaml.safe_load(next(Path("runs").rglob("config.yaml")).read_text(encoding="utf-8"))

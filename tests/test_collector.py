@@ -172,7 +172,7 @@ def test_indices_of_one_side_only_are_not_scored(team):
 
 
 @pytest.mark.parametrize("nothing", [None, float("nan"), float("inf")])
-def test_candidates_without_a_score_are_dropped_not_scored_zero(team, nothing):
+def test_fault_B39_B40_candidates_without_a_score_are_dropped_not_scored_zero(team, nothing):
     joint = brute_samples(team, "actors", 6, 1)
     lost = {tuple(joint[0][1][k]) for k in (1, 4)}
 
@@ -210,7 +210,7 @@ def test_a_dropped_side_drops_the_comparison(team):
 
 
 @pytest.mark.parametrize("comparator", [None, CurrentComparator()])
-def test_ties_are_no_pairs(team, comparator):
+def test_fault_B83_ties_are_no_pairs(team, comparator):
     parts = make_collector(lambda a, b: [2.0] * len(a), comparator=comparator).collect(team, ITEMS, INDICES, 1)
     assert [part.pairs for part in parts] == [[], [], []]
     assert parts[0].actor_rewards == [2.0] * 6

@@ -61,7 +61,7 @@ def test_logps_equal_the_literal_ones(architecture, dtype, tolerance, score_last
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_fault_b01_pad_equal_to_eos_changes_nothing(architecture):
+def test_fault_B01_pad_equal_to_eos_changes_nothing(architecture):
     model = tiny(architecture)
     prompts, responses = [[0, 1, 40, 1], [0, 9]], [[50, 1], [60, 61, 62, 1]]  # EOS in prompts and at the end
     expected = torch.tensor(reference(model, prompts, responses), dtype=torch.float64)
@@ -77,7 +77,7 @@ def test_fault_b01_pad_equal_to_eos_changes_nothing(architecture):
     assert ((without - expected) > 0.1).all()
 
 
-def test_fault_b33_padding_leaks_into_nothing():
+def test_fault_B33_padding_leaks_into_nothing():
     model = tiny("gpt2")
     batch = make_batch(PROMPTS, RESPONSES, extra_padding=4)
     other = torch.where(batch.attention_mask, batch.input_ids, torch.full_like(batch.input_ids, 177))
@@ -113,7 +113,7 @@ def test_rows_without_scored_tokens_give_zero_and_a_backward(checkpointing):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [1, 2, 5])
-def test_fault_b45_chunks_equal_one_forward_gradients_too(architecture, chunk):
+def test_fault_B45_chunks_equal_one_forward_gradients_too(architecture, chunk):
     model = tiny(architecture)
     batch = make_batch(PROMPTS, RESPONSES)
     results = []
@@ -129,7 +129,7 @@ def test_fault_b45_chunks_equal_one_forward_gradients_too(architecture, chunk):
         assert_close(sequence_logps(model, batch, logit_budget=chunk * 259), results[0][0])
 
 
-def test_fault_b45_logits_stay_within_the_budget_at_any_vocabulary():
+def test_fault_B45_logits_stay_within_the_budget_at_any_vocabulary():
     vocabulary, budget = 150_000, 2**21
     model, sizes = tiny("gpt2", torch.float32, vocab_size=vocabulary, n_embd=8, n_head=2), []
     model.lm_head.register_forward_hook(lambda _m, _a, output: sizes.append(output.numel()))
@@ -182,7 +182,7 @@ class Swallows(Rejects):
 
 @pytest.mark.parametrize("wrapper", [Rejects, Swallows])
 @pytest.mark.parametrize("budget", [2**25, 300])
-def test_fault_b46_b47_wrappers_with_other_signatures(wrapper, budget):
+def test_fault_B46_B47_wrappers_with_other_signatures(wrapper, budget):
     """Prompt lengths 1 and 51: a slice that is off by one or by the prompt would show."""
     model = wrapper(tiny("gpt2"))
     expected = torch.tensor(reference(model.inner, PROMPTS, RESPONSES), dtype=torch.float64)
@@ -197,7 +197,7 @@ def test_fault_b46_b47_wrappers_with_other_signatures(wrapper, budget):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_fault_b32_checkpointing_is_active_in_eval_mode_and_gradients_are_equal(architecture):
+def test_fault_B32_checkpointing_is_active_in_eval_mode_and_gradients_are_equal(architecture):
     model = tiny(architecture)
     calls, batch, gradients, counts = count_layer_forwards(model), make_batch(PROMPTS, RESPONSES), [], []
     for context in (None, plain_contexts):
@@ -247,7 +247,7 @@ def joint_gradients(team: AgentTeam, others: int | None = None) -> list[dict[str
 
 
 @pytest.mark.parametrize("target_modules", [None, ["q_proj", "down_proj"]])
-def test_fault_b51_joint_backward_of_two_adapters_with_checkpointing(target_modules):
+def test_fault_B51_joint_backward_of_two_adapters_with_checkpointing(target_modules):
     results = []
     for checkpointing in (False, True):
         team = lora_team(tiny("llama"), checkpointing, target_modules=target_modules)
@@ -328,7 +328,7 @@ def test_adapter_active_nests_and_survives_errors():
 
 
 @pytest.mark.parametrize("call_train", [False, True])
-def test_fault_b31_dropout_is_off_even_after_train(call_train):
+def test_fault_B31_dropout_is_off_even_after_train(call_train):
     dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     plain = tiny("gpt2", **dropout)
     expected = torch.tensor(reference(plain, PROMPTS, RESPONSES), dtype=torch.float64)
@@ -346,7 +346,7 @@ def test_fault_b31_dropout_is_off_even_after_train(call_train):
     assert_close(team.frozen_copy().train().response_logps(0, batch), expected)
 
 
-def test_fault_b20_bf16_weights_sum_in_float32():
+def test_fault_B20_bf16_weights_sum_in_float32():
     model = tiny("llama", torch.bfloat16)
     exact = tiny("llama", torch.float32)
     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
@@ -363,7 +363,7 @@ def test_fault_b20_bf16_weights_sum_in_float32():
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
-def test_fault_b21_bf16_gap_between_batch_sizes_is_small():
+def test_fault_B21_bf16_gap_between_batch_sizes_is_small():
     model = tiny("llama", torch.bfloat16)
     together = sequence_logps(model, make_batch(PROMPTS, RESPONSES))
     alone = torch.cat([sequence_logps(model, make_batch([p], [r])) for p, r in zip(PROMPTS, RESPONSES, strict=True)])

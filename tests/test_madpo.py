@@ -124,7 +124,7 @@ def test_one_agent_is_reference_free_dpo():
     assert abs(module.training_step(single, 0).item() - expected) < 1e-9
 
 
-def test_rows_of_weight_zero_and_split_batches_change_nothing():
+def test_fault_B35_rows_of_weight_zero_and_split_batches_change_nothing():
     team = make_team()
     module, _ = make_module(team)
     whole, expected = step_gradients(module, team, [pair_batch()])

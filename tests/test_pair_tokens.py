@@ -90,7 +90,7 @@ def test_ranks_cover_every_pair_once_and_make_the_same_steps(team, count, batch_
 @pytest.mark.parametrize(("count", "batch_size", "accumulation", "world_size"), [
     (8, 2, 4, 1), (8, 8, 1, 1), (7, 2, 2, 1), (13, 2, 3, 2), (5, 1, 4, 3), (1, 2, 2, 2), (9, 3, 1, 2),
 ])
-def test_scaled_losses_are_the_mean_over_one_big_batch(team, count, batch_size, accumulation, world_size):
+def test_fault_B35_scaled_losses_are_the_mean_over_one_big_batch(team, count, batch_size, accumulation, world_size):
     losses = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
     ranks = [
         list(loader(team, count, batch_size, accumulation=accumulation, rank=rank, world_size=world_size))
@@ -123,7 +123,7 @@ def test_rows_hold_the_ids_of_their_pair_and_masks_come_from_lengths(team):
                 assert attention.tolist() == sorted(attention.tolist(), reverse=True)
 
 
-def test_the_position_goes_on_where_it_was(team):
+def test_fault_B65_the_position_goes_on_where_it_was(team):
     whole = order_of(loader(team, 11))
     for taken in range(6):
         stopped = loader(team, 11)
@@ -182,7 +182,7 @@ def collected(team):
     return part.pairs
 
 
-def test_base_runs_train_on_the_sampled_ids_with_one_eos(team):
+def test_fault_B08_B10_base_runs_train_on_the_sampled_ids_with_one_eos(team):
     pairs = collected(team)
     kept, tokens = trainable_pairs(team, pairs)
     said = {tuple(map(tuple, row)) for row in Sampled.SAID}
@@ -200,7 +200,7 @@ def test_base_runs_train_on_the_sampled_ids_with_one_eos(team):
     assert rows == 2 * len(kept)
 
 
-def test_round_files_hold_no_ids_and_what_is_read_back_is_tokenised_again(team, tmp_path):
+def test_fault_B07_B08_round_files_hold_no_ids_and_what_is_read_back_is_tokenised_again(team, tmp_path):
     pairs = collected(team)
     write_round_file(tmp_path / "iteration_0001.json", 1, pairs)
     record = json.loads((tmp_path / "iteration_0001.json").read_text())["pairs"][0]
@@ -220,14 +220,14 @@ def test_round_files_hold_no_ids_and_what_is_read_back_is_tokenised_again(team, 
                 assert 0 not in ids[agent]
 
 
-def test_checkpoints_keep_the_ids(team):
+def test_fault_B10_B80_checkpoints_keep_the_ids(team):
     pairs = [*collected(team), text_pair(["p", "q"], ["a", "b"], ["c", ""])]
     state = torch.load(_saved(pairs_to_state(pairs)), weights_only=True)
     assert pairs_from_state(state) == pairs
     assert json.loads(json.dumps(state)) == state
 
 
-def test_pad_equal_to_eos_is_no_matter(team):
+def test_fault_B01_pad_equal_to_eos_is_no_matter(team):
     tokenizer = team.tokenizer(0)
     pad = tokenizer.pad_token
     pairs, tokens = trainable_pairs(team, collected(team))
@@ -254,7 +254,7 @@ PROMPT = "abcdefghijklmnopqrst"  # 21 ids with BOS
 
 
 @pytest.mark.parametrize(("winner", "loser"), [(10, 3), (3, 10), (23, 1), (5, 0)])
-def test_both_sides_share_the_prompt_that_fits_beside_the_longer_one(short, winner, loser):
+def test_fault_B16_both_sides_share_the_prompt_that_fits_beside_the_longer_one(short, winner, loser):
     short.counts.clear()
     pair = text_pair([PROMPT], ["w" * winner], ["l" * loser])
     with pytest.warns(UserWarning, match="cut on the left"):
@@ -266,7 +266,7 @@ def test_both_sides_share_the_prompt_that_fits_beside_the_longer_one(short, winn
 
 
 @pytest.mark.parametrize(("winner", "loser"), [(24, 2), (2, 100), (60, 50)])
-def test_a_response_longer_than_the_context_is_cut_counted_and_finite(short, winner, loser):
+def test_fault_B12_B13_a_response_longer_than_the_context_is_cut_counted_and_finite(short, winner, loser):
     short.counts.clear()
     pair = text_pair([PROMPT], ["w" * winner], ["l" * loser])
     with pytest.warns(UserWarning, match="cut to the 23"):
@@ -281,7 +281,7 @@ def test_a_response_longer_than_the_context_is_cut_counted_and_finite(short, win
     assert abs(loss.item() - math.log(2)) > 1e-3
 
 
-def test_pairs_that_cutting_makes_equal_are_dropped_and_counted(short):
+def test_fault_B14_pairs_that_cutting_makes_equal_are_dropped_and_counted(short):
     short.counts.clear()
     same = text_pair([PROMPT], ["x" * 23 + "a"], ["x" * 23 + "b"], 1.0)
     other = text_pair([PROMPT], ["x" * 22 + "a"], ["x" * 22 + "b"], 2.0)

@@ -149,7 +149,7 @@ def test_chat_template_with_system_role():
     assert render_prompt(ChatTemplate(), ITEM, tokenizer) == "<|user|>rain</s>\n<|assistant|>"
 
 
-def test_fault_b17_chat_template_without_system_role_folds_it_into_the_user_turn():
+def test_fault_B17_chat_template_without_system_role_folds_it_into_the_user_turn():
     tokenizer = tokenizer_with(NO_SYSTEM)
     with pytest.warns(UserWarning, match="takes no system role"):
         text = render_prompt(ChatTemplate("{prompt}", system="Be brief."), ITEM, tokenizer)
@@ -182,11 +182,11 @@ def test_callables_may_return_chat_messages():
 # Special tokens
 
 
-def test_fault_b07_plain_prompts_begin_with_bos():
+def test_fault_B07_plain_prompts_begin_with_bos():
     assert encode_prompt(tiny_tokenizer(), "ab") == [0, *byte_ids("ab")]
 
 
-def test_fault_b06_bos_in_the_template_is_not_added_again():
+def test_fault_B06_bos_in_the_template_is_not_added_again():
     tokenizer = tokenizer_with(NO_SYSTEM)
     text = render_prompt(ChatTemplate(), ITEM, tokenizer)
     ids = encode_prompt(tokenizer, text)
@@ -200,7 +200,7 @@ def test_fault_b06_bos_in_the_template_is_not_added_again():
     assert sample.prompt_ids == [ids, ids]
 
 
-def test_fault_b15_a_rendered_chat_has_as_many_tokens_as_its_text():
+def test_fault_B15_a_rendered_chat_has_as_many_tokens_as_its_text():
     tokenizer = tokenizer_with(CHATML)
     text = render_prompt(ChatTemplate(), ITEM, tokenizer)
     assert len(encode_prompt(tokenizer, text)) == 1 + len("<|user|>rain") + 1 + 1 + len("<|assistant|>")
@@ -230,7 +230,7 @@ def test_an_empty_prompt_without_bos_starts_from_eos():
         encode_prompt(tokenizer, "")
 
 
-def test_fault_b05_responses_are_tokenised_apart_from_prompts():
+def test_fault_B05_responses_are_tokenised_apart_from_prompts():
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -244,7 +244,7 @@ def test_fault_b05_responses_are_tokenised_apart_from_prompts():
 # Cutting
 
 
-def test_fault_b11_a_prompt_is_cut_on_the_left_with_one_warning_and_a_count():
+def test_fault_B11_a_prompt_is_cut_on_the_left_with_one_warning_and_a_count():
     tokenizer = tokenizer_with(NO_SYSTEM)
     team = team_of(ChatTemplate(), tokenizer=tokenizer, max_prompt_length=12)
     text = team.prompt(0, {"prompt": "abcdefgh"}, 0)
@@ -257,7 +257,7 @@ def test_fault_b11_a_prompt_is_cut_on_the_left_with_one_warning_and_a_count():
 
 
 @pytest.mark.parametrize("limit", [None, 100, "exact"])
-def test_fault_b11_a_limit_that_is_not_hit_changes_nothing(limit):
+def test_fault_B11_a_limit_that_is_not_hit_changes_nothing(limit):
     tokenizer = tokenizer_with(NO_SYSTEM)
     text = render_prompt(ChatTemplate(), ITEM, tokenizer)
     whole = encode_prompt(tokenizer, text)

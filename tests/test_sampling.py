@@ -186,7 +186,7 @@ def test_greedy_is_generate(architecture):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_fault_b18_a_batch_of_unequal_prompts_equals_one_by_one(architecture):
+def test_fault_B18_a_batch_of_unequal_prompts_equals_one_by_one(architecture):
     model = tiny(architecture, SAMPLING_DTYPES.get(architecture, torch.float64))
     config = SamplingConfig(temperature=1.2, top_p=0.95, top_k=None, max_new_tokens=10)
     uniforms = uniforms_for(PROMPTS, 3, 10)
@@ -218,7 +218,7 @@ def test_candidates_depend_on_their_own_uniforms_only(token_budget):
     ]
 
 
-def test_token_budget_bounds_every_forward_and_prompts_are_encoded_once():
+def test_fault_B45_token_budget_bounds_every_forward_and_prompts_are_encoded_once():
     model, shapes = tiny("llama"), []
 
     model.model.embed_tokens.register_forward_pre_hook(lambda _module, args: shapes.append(tuple(args[0].shape)))
@@ -262,7 +262,7 @@ def test_several_eos_ids_each_end_a_response():
     assert seen == eos_ids
 
 
-def test_fault_b01_length_comes_from_where_sampling_stopped_when_pad_is_eos():
+def test_fault_B01_length_comes_from_where_sampling_stopped_when_pad_is_eos():
     model = tiny("llama")
     model.config.pad_token_id = model.config.eos_token_id = 33
     config = SamplingConfig(temperature=0, max_new_tokens=9)
@@ -289,7 +289,7 @@ def test_fault_b01_length_comes_from_where_sampling_stopped_when_pad_is_eos():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_fault_b30_temperatures_near_zero_are_greedy(architecture):
+def test_fault_B30_temperatures_near_zero_are_greedy(architecture):
     model = tiny(architecture, torch.float32)
     uniforms = uniforms_for(PROMPTS, 2, 6)
     greedy = sample_responses(model, PROMPTS, uniforms, SamplingConfig(temperature=0, max_new_tokens=6), {1})
@@ -298,7 +298,7 @@ def test_fault_b30_temperatures_near_zero_are_greedy(architecture):
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-30, 1e-300])
-def test_fault_b30_no_nan_at_any_temperature(temperature):
+def test_fault_B30_no_nan_at_any_temperature(temperature):
     try:
         SamplingConfig(temperature=temperature)
     except ValueError as error:
@@ -312,7 +312,7 @@ def test_fault_b30_no_nan_at_any_temperature(temperature):
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(r=2)])
-def test_sampling_leaves_the_models_as_they_were(lora):
+def test_fault_B18_B32_B44_B51_sampling_leaves_the_models_as_they_were(lora):
     team = AgentTeam("builtin:tiny", num_agents=2, lora=lora, gradient_checkpointing=True).load()
     for agent in range(2):
         team.model(agent).config.use_cache = agent == 0
@@ -336,7 +336,7 @@ def test_sampling_leaves_the_models_as_they_were(lora):
 
 
 @pytest.mark.filterwarnings("error")
-def test_fault_b44_the_cache_is_used_with_gradient_checkpointing_on(caplog):
+def test_fault_B44_the_cache_is_used_with_gradient_checkpointing_on(caplog):
     model, lengths = tiny("llama"), []
     config = SamplingConfig(temperature=1.0, top_p=1.0, max_new_tokens=8)
     expected = sample_responses(model, PROMPTS, uniforms_for(PROMPTS, 2, 8), config, {1})

@@ -132,7 +132,7 @@ def saved_peft_adapter(tmp_path: Path, base: str, seed: int, **options: object) 
     return str(directory)
 
 
-def test_fault_b53_saved_adapters_are_trainable_and_share_their_base(tmp_path):
+def test_fault_B53_saved_adapters_are_trainable_and_share_their_base(tmp_path):
     base = save_model(tiny("llama", torch.float32), tmp_path / "base")
     directories = [saved_peft_adapter(tmp_path, base, seed) for seed in (1, 2)]
     team = AgentTeam(directories)
@@ -187,7 +187,7 @@ def test_an_export_directory_is_a_team(tmp_path, lora):
     assert all(again.agent_parameters(agent) for agent in range(again.num_agents))
 
 
-def test_fault_b90_an_incomplete_export_is_refused(tmp_path):
+def test_fault_B90_an_incomplete_export_is_refused(tmp_path):
     AgentTeam("builtin:tiny", num_agents=3).save(tmp_path)
     (tmp_path / "agent_1").rename(tmp_path / "agent_1.part")
     with pytest.raises(ValueError, match="lacks agent_1"):
@@ -206,7 +206,7 @@ def test_lora_on_saved_full_models_shares_nothing_between_different_bases(tmp_pa
 
 
 @pytest.mark.parametrize("as_object", [False, True])
-def test_fault_b63_the_backbone_is_held_once(as_object):
+def test_fault_B63_the_backbone_is_held_once(as_object):
     def team(count: int) -> AgentTeam:
         models = tiny("llama", torch.float32) if as_object else "builtin:tiny"
         tokenizers = tiny_tokenizer() if as_object else None
@@ -264,7 +264,7 @@ def test_saved_full_models_load_in_plain_transformers(tmp_path, architecture):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent_0", "agent_1"]
 
 
-def test_fault_b59_tied_weights_stay_tied_and_are_written_once(tmp_path):
+def test_fault_B59_tied_weights_stay_tied_and_are_written_once(tmp_path):
     team = shake(AgentTeam([tiny("gpt2", torch.float32)], tokenizers=tiny_tokenizer()))
     team.save(tmp_path)
     again = GPT2LMHeadModel.from_pretrained(tmp_path / "agent_0")
@@ -276,7 +276,7 @@ def test_fault_b59_tied_weights_stay_tied_and_are_written_once(tmp_path):
     assert copy.lm_head.weight is copy.transformer.wte.weight
 
 
-def test_fault_b49_saved_adapters_load_in_plain_peft(tmp_path):
+def test_fault_B49_saved_adapters_load_in_plain_peft(tmp_path):
     team = AgentTeam("builtin:tiny", num_agents=2, lora=LoraOptions(r=2))
     optimizer = torch.optim.SGD([p for agent in range(2) for p in team.agent_parameters(agent).values()], lr=1.0)
     (team.response_logps(0, BATCH).sum() - team.response_logps(1, BATCH)[0]).backward()
@@ -366,7 +366,7 @@ def test_processes_that_make_the_same_cached_model_do_not_disturb_each_other(tmp
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(r=2)])
-def test_fault_b62_a_frozen_copy_right_after_a_backward(lora):
+def test_fault_B62_a_frozen_copy_right_after_a_backward(lora):
     team = shake(AgentTeam("builtin:tiny", num_agents=2, lora=lora))
     loss = sum(team.response_logps(agent, BATCH).sum() for agent in range(2))
     loss.backward()
@@ -394,7 +394,7 @@ def test_fault_b62_a_frozen_copy_right_after_a_backward(lora):
     assert copy.sample(items, [0], num_candidates=1, sampling=sampling, seed=0, stream="comparator")
 
 
-def test_fault_b61_models_that_cannot_be_moved_are_not_moved():
+def test_fault_B61_models_that_cannot_be_moved_are_not_moved():
     class Fixed(LlamaForCausalLM):
         def _apply(self, *_args: object, **_kwargs: object) -> None:
             raise RuntimeError("quantised: cannot be moved")
@@ -445,7 +445,7 @@ def test_objects_that_share_weights_are_refused():
     AgentTeam([first, second], tokenizers=tiny_tokenizer()).load()  # sharing what is frozen is fine
 
 
-def test_fault_b53_nothing_to_train_is_an_error():
+def test_fault_B53_nothing_to_train_is_an_error():
     with pytest.raises(ValueError, match="agent 1 has no trainable parameters"):
         AgentTeam([tiny_model(), tiny_model(1).requires_grad_(False)], tokenizers=tiny_tokenizer()).load()
 
@@ -488,7 +488,7 @@ def test_a_directory_without_tokenizer_is_named(tmp_path):
     assert AgentTeam([str(tmp_path)], tokenizers=tiny_tokenizer()).load().is_loaded
 
 
-def test_fault_b54_a_tokenizer_with_an_added_token(tmp_path):
+def test_fault_B54_a_tokenizer_with_an_added_token(tmp_path):
     """Vocabulary + 1: loads, trains and saves; a prompt that holds the token no embedding belongs to is an error."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<new pad>"})
@@ -506,7 +506,7 @@ def test_fault_b54_a_tokenizer_with_an_added_token(tmp_path):
             team.prompt_ids(0, "x<new pad>", 1)
 
 
-def test_fault_b94_names_are_legal_everywhere_and_text_is_utf8(tmp_path):
+def test_fault_B94_names_are_legal_everywhere_and_text_is_utf8(tmp_path):
     team = AgentTeam("builtin:tiny", num_agents=2, lora=LoraOptions(r=2))
     team.save(tmp_path / "run")
     for path in tmp_path.rglob("*"):

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import EvaluationBatch
+from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.schedule import RoundSchedule
 
 
@@ -134,6 +135,7 @@ class TeamModule(L.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        settle_epoch(checkpoint)
         self.team.load()
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         missing = sorted(trained - set(checkpoint["state_dict"]))

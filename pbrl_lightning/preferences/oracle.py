@@ -86,7 +86,7 @@ class Oracle:
             raise ValueError(f"`max_concurrency` must be an integer >= 1, got {max_concurrency!r}")
         self.max_concurrency = max_concurrency
         self.num_dropped = 0
-        self._keywords = _accepted_keywords(self.reward_func, ("prompts", "batch_items"))
+        self._keywords = accepted_keywords(self.reward_func, ("prompts", "batch_items"))
         self._is_async = _is_async(self.reward_func)
 
     @property
@@ -225,7 +225,7 @@ def _callable_argument(name: str, given: str | Callable[..., Any]) -> Callable[.
         raise ValueError(f"`{name}`: {error}") from error
 
 
-def _accepted_keywords(function: Callable[..., Any], names: tuple[str, ...]) -> list[str]:
+def accepted_keywords(function: Callable[..., Any], names: tuple[str, ...]) -> list[str]:
     """Those of ``names`` that may be given by keyword; none where the signature cannot be read."""
     # A module's `__call__` takes everything and passes it to `forward`, which may not.
     target = function.forward if isinstance(function, torch.nn.Module) else function

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -46,11 +47,13 @@ class CoinFlipMADPO(MADPOModule):
 
 def train(config: str, seed: int, control: bool, overrides: list[str]) -> dict[str, float | int | str]:
     """One training run; mean rewards before and after, the paired gain and its standard error over items."""
+    if control:
+        text = Path(config).read_text(encoding="utf-8").replace("MADPOModule", f"{__name__}.CoinFlipMADPO")
+        config = tempfile.mkstemp(suffix=".yaml", text=True)[1]
+        Path(config).write_text(text, encoding="utf-8")
     arguments = ["--config", config, f"--data.seed={seed}", "--trainer.logger=false"]
     arguments += ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
     arguments += [f"--trainer.default_root_dir=runs/quickstart_seeds/{time.time_ns()}"]
-    if control:
-        arguments.append("--model=__main__.CoinFlipMADPO")
     cli = PreferenceCLI([*arguments, *overrides], run=False, save_config_callback=None)
     evaluator, team = cli.datamodule.evaluator, cli.model.team
     indices = list(range(len(evaluator.items)))

@@ -95,6 +95,6 @@ def sample_table(batch: EvaluationBatch) -> str:
     lines.append("|---" * (num_agents + 2) + "|")
     rows = [(sample, index) for sample in batch.samples for index in sample.joint_indices]
     for (sample, index), reward in zip(rows, batch.rewards.tolist(), strict=True):
-        cells = [text.replace("|", "\\|").replace("\n", " ") for text in sample.completions(index)]
+        cells = [" ".join(text.replace("|", "\\|").splitlines()) for text in sample.completions(index)]
         lines.append(f"| {sample.item_index} | {reward:.3f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -5,7 +5,7 @@ Letters: ``B`` pairs or items, ``K`` candidates, ``N`` agents, ``T`` tokens, ``R
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -121,9 +121,10 @@ class TokenBatch:
         )
 
 
-@dataclass(frozen=True)
 class PairBatch:
     """``B`` preference pairs as tokens.
+
+    Not a dataclass: ``Trainer(precision="bf16-true")`` rewrites the floats of those, and stops at frozen ones.
 
     Attributes:
         agents: One batch per agent of ``2B`` rows: the ``B`` winners, then the ``B`` losers.
@@ -133,27 +134,29 @@ class PairBatch:
         candidate_reward_means: Shape ``(B,)``; recorded at collection.
     """
 
-    agents: list[TokenBatch]
-    weights: Tensor
-    loss_scale: float
-    candidate_reward_means: Tensor
+    def __init__(
+        self, agents: list[TokenBatch], weights: Tensor, loss_scale: float, candidate_reward_means: Tensor
+    ) -> None:
+        self.agents = agents
+        self.weights = weights
+        self.loss_scale = loss_scale
+        self.candidate_reward_means = candidate_reward_means
 
     def __len__(self) -> int:
         return len(self.weights)
 
     def to(self, device: torch.device | str, **kwargs: Any) -> PairBatch:
         """The same pairs on another device."""
-        return replace(
-            self,
-            agents=[batch.to(device, **kwargs) for batch in self.agents],
-            weights=self.weights.to(device, **kwargs),
-            candidate_reward_means=self.candidate_reward_means.to(device, **kwargs),
+        return PairBatch(
+            [batch.to(device, **kwargs) for batch in self.agents],
+            self.weights.to(device, **kwargs),
+            self.loss_scale,
+            self.candidate_reward_means.to(device, **kwargs),
         )
 
 
-@dataclass(frozen=True)
 class EvaluationBatch:
-    """Scored joint responses of the current policies to held-out items.
+    """Scored joint responses of the current policies to held-out items. Not a dataclass, as :class:`PairBatch`.
 
     Attributes:
         rewards: Shape ``(B,)``, float64; NaN where the reward gave no score.
@@ -161,9 +164,10 @@ class EvaluationBatch:
         metrics: The user's own metrics over these responses.
     """
 
-    rewards: Tensor
-    samples: list[TeamSample]
-    metrics: dict[str, float] = field(default_factory=dict)
+    def __init__(self, rewards: Tensor, samples: list[TeamSample], metrics: dict[str, float]) -> None:
+        self.rewards = rewards
+        self.samples = samples
+        self.metrics = metrics
 
     def __len__(self) -> int:
         return len(self.rewards)

@@ -5,13 +5,30 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.cli import LightningCLI
+import lightning as L
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from typing_extensions import override
 
 import pbrl_lightning.callbacks  # noqa: F401  (short class names work for what is imported)
 from pbrl_lightning.data import PreferenceDataModule
 from pbrl_lightning.modules.base import TeamModule
+
+
+class ConfigSaver(SaveConfigCallback):
+    """Saves a fit's config as ``config.yaml``, else ``config_validate.yaml``; keeps those of earlier runs, numbered."""
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            self.config_filename = "config_validate.yaml"
+        path = Path(trainer.log_dir or trainer.default_root_dir) / self.config_filename
+        if trainer.is_global_zero and not self.already_saved and path.exists():
+            names = (path.with_stem(f"{path.stem}_{number}") for number in range(1, sys.maxsize))
+            path.rename(next(name for name in names if not name.exists()))
+        super().setup(trainer, pl_module, stage)
 
 
 class PreferenceCLI(LightningCLI):
@@ -29,6 +46,7 @@ class PreferenceCLI(LightningCLI):
             PreferenceDataModule,
             subclass_mode_model=True,
             seed_everything_default=False,  # every draw comes from `data.seed`
+            save_config_callback=ConfigSaver,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={
                 "prog": "pbrl",

@@ -128,6 +128,17 @@ class PreferenceDataModule(L.LightningDataModule):
         self._limit_val_batches: int | float | None = None
         self._start_afresh()
 
+    def _start_afresh(self) -> None:
+        """The state of a run before its first round; a resumed run's is loaded over it."""
+        self.history_dir: Path | None = None
+        self.rounds: list[RoundRecord] = []
+        self._store: RoundStore | None = None
+        self._restored_store: dict[str, Any] | None = None
+        self._restored_dir: str | None = None
+        self._progress = RunProgress()
+        self._pairs: list[PreferencePair] = []
+        self._tokens: list[PairTokens] | None = None
+
     @property
     def iterative(self) -> bool:
         """True if the run compares against a comparator, round after round."""
@@ -231,17 +242,6 @@ class PreferenceDataModule(L.LightningDataModule):
         if position is None or position.round != self._progress.round:
             self._end_round()
 
-    def _start_afresh(self) -> None:
-        """The state of a run before its first round; a resumed run's is loaded over it."""
-        self.history_dir: Path | None = None
-        self.rounds: list[RoundRecord] = []
-        self._store: RoundStore | None = None
-        self._restored_store: dict[str, Any] | None = None
-        self._restored_dir: str | None = None
-        self._progress = RunProgress()
-        self._pairs: list[PreferencePair] = []
-        self._tokens: list[PairTokens] | None = None
-
     @property
     def _trainer(self) -> L.Trainer:
         if self.trainer is None:
@@ -262,7 +262,8 @@ class PreferenceDataModule(L.LightningDataModule):
         while True:
             shift = progress.skipped_rounds * schedule.epochs_per_round
             limit = schedule.total_epochs - shift  # also after a resume, which sets the schedule's
-            self._trainer.fit_loop.max_epochs = min(self._trainer.fit_loop.max_epochs, limit)
+            users = self._trainer.fit_loop.max_epochs
+            self._trainer.fit_loop.max_epochs = limit if users is None else min(users, limit)
             position = schedule.locate(epoch + shift)
             if position is not None and position.round == progress.round:
                 return position

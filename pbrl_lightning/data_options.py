@@ -24,12 +24,11 @@ def validate_options(
 ) -> None:
     """Raises a ValueError that names every option of a data module that does not fit, as given and as resolved."""
     problems = []
-    if items is not None and reward_func is None:
-        problems.append("`reward_func` must be given with `items`")
+    for name, given in (("items", items), ("eval_items", eval_items)):
+        if given is not None and reward_func is None:
+            problems.append(f"`reward_func` must be given with `{name}`")
     if items is not None and data.pair_paths is not None:
         problems.append("`items` and `pairs` exclude each other: collect pairs, or train on files")
-    if eval_items is not None and reward_func is None:
-        problems.append("`reward_func` must be given with `eval_items`")
     if data.pair_paths is not None and (data.comparator is not None or replay is not None):
         problems.append("`pairs` trains on files alone and takes neither `comparator` nor `replay`")
     if replay is not None and not isinstance(replay, CurrentReplay) and data.comparator is None:

@@ -92,9 +92,7 @@ def same_weights(first, second):
     """True if all values are bit for bit the same."""
     assert [agent.keys() for agent in first] == [agent.keys() for agent in second]
     return all(
-        torch.equal(values[name], other[name])
-        for values, other in zip(first, second, strict=True)
-        for name in values
+        torch.equal(values[name], other[name]) for values, other in zip(first, second, strict=True) for name in values
     )
 
 

@@ -1,6 +1,7 @@
 """The command line: every shipped YAML, saved configs, validation, a user's own reward."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,57 @@ def test_fault_B81_the_saved_config_reproduces_the_run(tmp_path, monkeypatch):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
+def test_fault_B81_a_config_of_lists_adapters_and_callbacks_goes_round(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = [
+        "--config", str(ROOT / "configs/debug/madpo_iter.yaml"),
+        "--model.init_args.num_iterations=1",
+        "--model.init_args.team.init_args.models=[builtin:tiny, builtin:tiny]",
+        "--model.init_args.team.init_args.formatters=['{prompt}', 'Say {prompt}']",
+        "--model.init_args.team.init_args.lora={r: 2, alpha: 4}",
+        "--model.init_args.lr_scheduler={class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 3}}",
+        "--data.comparator={class_path: HistoryComparator, init_args: {k: 1}}",
+        "--data.replay={class_path: LambdaDecayReplay, init_args: {decay: 0.5}}",
+        "--data.num_candidates=4",
+        "--trainer.logger={class_path: CSVLogger, init_args: {save_dir: one}}",
+        "--trainer.callbacks+={class_path: JointEvaluation, init_args: {interval: 5, num_samples: 2}}",
+    ]  # fmt: skip
+    main(["fit", *options])
+    first = next(Path("one").rglob("config.yaml"))
+    saved = yaml.safe_load(first.read_text(encoding="utf-8"))
+    assert saved["data"]["reward_func"] == "pbrl_lightning.tasks.coordination.same_last_letter"
+    assert saved["model"]["init_args"]["team"]["init_args"]["models"] == ["builtin:tiny", "builtin:tiny"]
+    kept = first.rename(tmp_path / "saved.yaml")
+    shutil.move("one", "before")
+    main(["fit", "--config", str(kept)])
+    second = next(Path("one").rglob("config.yaml"))
+    assert second.read_bytes() == kept.read_bytes()
+    for name in ("replay/iteration_0001.json", "export/agent_1/adapter_model.safetensors"):
+        (one,), (two,) = Path("before").rglob(name), Path("one").rglob(name)
+        assert one.read_bytes() == two.read_bytes(), name
+
+
+def test_fault_B82_fit_validate_and_resume_in_one_directory_lose_no_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = [
+        "--config", str(ROOT / "configs/debug/madpo_iter.yaml"),
+        "--data.num_candidates=4",
+        "--trainer.logger={class_path: TensorBoardLogger, init_args: {save_dir: ., name: run, version: one}}",
+    ]  # fmt: skip
+    main(["fit", *options, "--model.init_args.num_iterations=2", "--trainer.max_epochs=1"])
+    first = Path("run/one/config.yaml").read_text(encoding="utf-8")
+    main(["validate", *options])
+    assert Path("run/one/config.yaml").read_text(encoding="utf-8") == first
+    assert Path("run/one/config_validate.yaml").exists()
+    (checkpoint,) = Path("run/one").rglob("*.ckpt")
+    main(["fit", *options, "--model.init_args.num_iterations=2", f"--ckpt_path={checkpoint}"])
+    configs = {path.name: path.read_text(encoding="utf-8") for path in Path("run/one").glob("config*.yaml")}
+    assert first in configs.values()
+    assert any(str(checkpoint) in text for text in configs.values())
+    assert yaml.safe_load(configs["config.yaml"])["ckpt_path"] == str(checkpoint)
+    assert (tmp_path / "run/one/replay/iteration_0002.json").exists()
+
+
 def test_a_reward_of_the_users_own_from_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def score(*completions, prompts, batch_items):\n"
@@ -96,7 +148,7 @@ def test_problems_are_named_together_and_before_a_model_is_loaded(tmp_path, monk
     missing = "--model.init_args.team.init_args.models=./there_is_no_such_model"
     with pytest.raises(ValueError, match="`num_iterations` is 3, but a run is iterative only with a `comparator`"):
         main(["fit", "--config", config, missing, "--model.init_args.num_iterations=3"])
-    with pytest.raises(ValueError, match="`batch_size` must be >= 1.*`num_turns` must be 1"):
+    with pytest.raises(ValueError, match=r"`batch_size` must be >= 1.*`num_turns` must be 1"):
         main(["fit", "--config", config, missing, "--data.batch_size=0", "--data.num_turns=2"])
 
 

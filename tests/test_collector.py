@@ -5,13 +5,13 @@ from itertools import combinations
 from statistics import fmean
 
 import pytest
-from runs import SAMPLING, make_team, perturb, text_reward
 
 from pbrl_lightning import CurrentComparator, SamplingConfig
 from pbrl_lightning.batches import Response, TeamSample
 from pbrl_lightning.comparators.base import Comparator
 from pbrl_lightning.preferences.collector import Collector
 from pbrl_lightning.preferences.oracle import Oracle
+from runs import SAMPLING, make_team, perturb, text_reward
 
 ITEMS = [{"prompt": "ab"}, {"prompt": "c"}, {"prompt": "def"}]
 INDICES = [4, 0, 7]
@@ -88,7 +88,8 @@ def test_base_run_keeps_the_widest_gaps_of_all_comparisons(team, limit, round_nu
         expected = sorted(expected)[:limit]
         mean = sum(scores.values()) / 6
         assert [as_record(pair) for pair in part.pairs] == [
-            (prompts, joint[w], joint[l], scores[w], scores[l], mean, [], None, None) for _, w, l in expected
+            (prompts, joint[won], joint[lost], scores[won], scores[lost], mean, [], None, None)
+            for _, won, lost in expected
         ]
         assert part.actor_rewards == list(scores.values())
         assert part.comparator_rewards == []
@@ -98,9 +99,7 @@ def test_base_run_keeps_the_widest_gaps_of_all_comparisons(team, limit, round_nu
 
 
 def test_base_pairs_hold_the_sampled_ids(team):
-    samples = team.sample(
-        ITEMS, INDICES, num_candidates=6, sampling=SAMPLING, seed=SEED, stream="actors", step=2
-    )
+    samples = team.sample(ITEMS, INDICES, num_candidates=6, sampling=SAMPLING, seed=SEED, stream="actors", step=2)
     parts = make_collector().collect(team, ITEMS, INDICES, 2)
     checked = 0
     for part, sample in zip(parts, samples, strict=True):
@@ -133,7 +132,9 @@ def test_iterative_run_compares_index_by_index(team, selection, limit):
             key = (-c, -abs(a - c), k) if selection == "comparator_reward" else k
             rows.append((key, (prompts, winner, loser, max(a, c), min(a, c)), ([max(a, c), min(a, c)], a, c)))
         mean = fmean(map(one_score, [*mine.values(), *theirs.values()]))
-        expected = [(*head, pytest.approx(mean, abs=1e-12), *tail) for _, head, tail in sorted(rows, key=lambda r: r[0])]
+        expected = [
+            (*head, pytest.approx(mean, abs=1e-12), *tail) for _, head, tail in sorted(rows, key=lambda r: r[0])
+        ]
         assert [as_record(pair) for pair in part.pairs] == expected[:limit]
         assert part.num_responses == 12
     assert sides == {True, False}
@@ -178,7 +179,9 @@ def test_fault_B39_B40_candidates_without_a_score_are_dropped_not_scored_zero(te
 
     def reward(*completions):
         scores = text_reward(*completions)
-        return [nothing if texts in lost else s for texts, s in zip(zip(*completions, strict=True), scores, strict=True)]
+        return [
+            nothing if texts in lost else s for texts, s in zip(zip(*completions, strict=True), scores, strict=True)
+        ]
 
     collector = make_collector(reward)
     with pytest.warns(UserWarning, match="dropped") as caught:
@@ -284,7 +287,9 @@ def test_the_token_budget_changes_no_pair_and_progress_counts_items(team):
 def test_random_selection_is_counted(team):
     def chosen(round_number):
         collector = make_collector(selection="random", limit=3)
-        return [as_record(pair) for part in collector.collect(team, ITEMS, INDICES, round_number) for pair in part.pairs]
+        return [
+            as_record(pair) for part in collector.collect(team, ITEMS, INDICES, round_number) for pair in part.pairs
+        ]
 
     assert chosen(1) == chosen(1)
     widest = [as_record(p) for part in make_collector(limit=3).collect(team, ITEMS, INDICES, 1) for p in part.pairs]

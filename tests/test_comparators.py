@@ -7,6 +7,12 @@ import pytest
 import torch
 from helpers import live_tensor_bytes, save_model, tiny
 from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pbrl_lightning import CurrentComparator, CurrentCopyComparator, HistoryComparator, ModelComparator
+from pbrl_lightning.agents.team import AgentTeam
+from pbrl_lightning.callbacks import ComparatorHistory
+from pbrl_lightning.comparators.history import history_name
 from runs import (
     ITEMS,
     SAMPLING,
@@ -20,12 +26,6 @@ from runs import (
     same_weights,
     weights_of,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from pbrl_lightning import CurrentComparator, CurrentCopyComparator, HistoryComparator, ModelComparator
-from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.callbacks import ComparatorHistory
-from pbrl_lightning.comparators.history import history_name
 
 LORA = pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 
@@ -128,7 +128,11 @@ def test_counts_are_checked_at_once(count):
 
 def test_history_names():
     assert [history_name(count) for count in (-2, 0, 1, 2, 12)] == [
-        "initial", "initial", "iteration_0000", "iteration_0001", "iteration_0011",
+        "initial",
+        "initial",
+        "iteration_0000",
+        "iteration_0001",
+        "iteration_0011",
     ]
 
 
@@ -149,7 +153,9 @@ SAVED = pytest.mark.parametrize("saved", [False, True], ids=["full", "lora"], in
 
 
 @SAVED
-@pytest.mark.parametrize(("k", "round_number", "stage"), [(1, 1, 0), (1, 4, 3), (2, 1, 0), (2, 2, 0), (2, 4, 2), (3, 4, 1)])
+@pytest.mark.parametrize(
+    ("k", "round_number", "stage"), [(1, 1, 0), (1, 4, 3), (2, 1, 0), (2, 2, 0), (2, 4, 2), (3, 4, 1)]
+)
 def test_history_speaks_with_the_policy_of_k_rounds_ago(saved, k, round_number, stage):
     team, directory, stages = saved
     values, state, now = all_values(team), state_of(team), say(team)
@@ -157,7 +163,8 @@ def test_history_speaks_with_the_policy_of_k_rounds_ago(saved, k, round_number, 
     with HistoryComparator(k).session(team, round_number, directory) as speaker:
         assert say(speaker) == words != now
         spoken = [
-            dict(speaker.backbone(agent).named_parameters()) if speaker.adapter(agent) is None
+            dict(speaker.backbone(agent).named_parameters())
+            if speaker.adapter(agent) is None
             else speaker.agent_parameters(agent)
             for agent in range(2)
         ]
@@ -203,20 +210,18 @@ def test_history_is_freed_after_the_phase(saved):
 def test_a_half_written_policy_is_named(saved):
     team, directory, _ = saved
     shutil.rmtree(directory / "iteration_0001" / "agent_1")
-    with pytest.raises(FileNotFoundError, match=r"iteration_0001/agent_1.*round 3"):
-        with HistoryComparator(1).session(team, 3, directory):
-            pass
+    broken = HistoryComparator(1).session(team, 3, directory)
+    with pytest.raises(FileNotFoundError, match=r"iteration_0001/agent_1.*round 3"), broken:
+        pass
     for path in (directory / "iteration_0000" / "agent_0").glob("*.safetensors"):
         path.unlink()
-    with pytest.raises(OSError, match=r"iteration_0000/agent_0"):
-        with HistoryComparator(1).session(team, 2, directory):
-            pass
+    with pytest.raises(OSError, match=r"iteration_0000/agent_0"), HistoryComparator(1).session(team, 2, directory):
+        pass
 
 
 def test_history_without_checkpoints_says_what_to_add():
-    with pytest.raises(RuntimeError, match="ComparatorHistory"):
-        with HistoryComparator().session(make_team(), 1, None):
-            pass
+    with pytest.raises(RuntimeError, match="ComparatorHistory"), HistoryComparator().session(make_team(), 1, None):
+        pass
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -296,10 +301,14 @@ def test_kept_policies_load_in_plain_transformers_and_peft(lora, tmp_path):
                     team.agent_parameters(agent)[parameter].copy_(value)
         for agent in range(2):
             directory = tmp_path / "kept" / name / f"agent_{agent}"
-            assert AutoTokenizer.from_pretrained(directory)("ab")["input_ids"] == team.tokenizer(agent)("ab")["input_ids"]
+            assert (
+                AutoTokenizer.from_pretrained(directory)("ab")["input_ids"] == team.tokenizer(agent)("ab")["input_ids"]
+            )
             if lora:
                 assert not list(directory.glob("model*.safetensors"))  # the adapter alone
-                base = AutoModelForCausalLM.from_pretrained(AgentTeam("builtin:tiny", num_agents=1).load().model(0).name_or_path)
+                base = AutoModelForCausalLM.from_pretrained(
+                    AgentTeam("builtin:tiny", num_agents=1).load().model(0).name_or_path
+                )
                 model = PeftModel.from_pretrained(base, directory)
             else:
                 model = AutoModelForCausalLM.from_pretrained(directory)

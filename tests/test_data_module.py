@@ -3,10 +3,26 @@
 import json
 import os
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from pbrl_lightning import (
+    AgentTeam,
+    AllHistoryReplay,
+    CurrentComparator,
+    CurrentReplay,
+    HistoryComparator,
+    LambdaDecayReplay,
+    NearestKReplay,
+    PreferenceDataModule,
+    SamplingConfig,
+)
+from pbrl_lightning.data_items import load_items
+from pbrl_lightning.preferences.oracle import OracleError
+from pbrl_lightning.preferences.round_files import ForeignReplayError, RoundFileError
 from runs import (
     EVAL_ITEMS,
     ITEMS,
@@ -23,24 +39,9 @@ from runs import (
     weights_of,
 )
 
-from pbrl_lightning import (
-    AgentTeam,
-    AllHistoryReplay,
-    CurrentComparator,
-    CurrentReplay,
-    HistoryComparator,
-    LambdaDecayReplay,
-    NearestKReplay,
-    PreferenceDataModule,
-    SamplingConfig,
-)
-from pbrl_lightning.data_items import load_items
-from pbrl_lightning.preferences.oracle import OracleError
-from pbrl_lightning.preferences.round_files import ForeignReplayError, RoundFileError
-
 
 def fit(root, data, module=None, callbacks=(), **options):
-    module = module or make_module(rounds=2 if data.iterative else None)
+    module = module or make_module(make_team(True), rounds=2 if data.iterative else None)
     recorder = Recorder()
     trainer = make_trainer(root, [recorder, *callbacks], **options)
     trainer.fit(module, data)
@@ -64,7 +65,7 @@ def fit(root, data, module=None, callbacks=(), **options):
 def test_one_collection_per_round(tmp_path, iterative, rounds, epochs, calls, expected):
     reward = CountingReward()
     data = make_data(reward, iterative=iterative, eval_items=None, batch_size=100)
-    module = make_module(rounds=rounds, num_train_epochs=epochs)
+    module = make_module(make_team(True), rounds=rounds, num_train_epochs=epochs)
     trainer, recorder = fit(tmp_path, data, module)
     assert reward.calls == calls
     assert trainer.current_epoch == len(expected) * epochs
@@ -86,14 +87,14 @@ def test_one_collection_per_round(tmp_path, iterative, rounds, epochs, calls, ex
 
 def test_evaluation_and_sanity_checks_collect_nothing_twice(tmp_path):
     reward = CountingReward()
-    trainer, recorder = fit(tmp_path, make_data(reward), make_module(rounds=2), num_sanity_val_steps=2)
+    _, recorder = fit(tmp_path, make_data(reward), make_module(make_team(True), rounds=2), num_sanity_val_steps=2)
     # 2 rounds of 6 calls, an evaluation before the first update and one at the end.
     assert reward.calls == 12 + 2
     assert [event for event in recorder.events if event.startswith("collected")] == ["collected 1", "collected 2"]
 
 
 def test_every_round_samples_anew_with_the_current_weights(tmp_path):
-    fit(tmp_path, make_data(), make_module(rounds=2, learning_rate=1e-9))
+    fit(tmp_path, make_data(), make_module(make_team(True), rounds=2, learning_rate=1e-9))
     first, second = (content["pairs"] for content in round_files(tmp_path / "replay").values())
     assert first != second
 
@@ -112,7 +113,7 @@ def test_a_fit_is_a_function_of_its_seed(tmp_path):
 
 def test_a_second_fit_of_the_same_objects_is_a_run_of_its_own(tmp_path):
     data = make_data(comparator=HistoryComparator(1))
-    module = make_module(rounds=2)
+    module = make_module(make_team(True), rounds=2)
     fit(tmp_path / "a", data, module)
     _, recorder = fit(tmp_path / "b", data, module)
     assert [event for event in recorder.events if event != "batch"] == [
@@ -132,7 +133,9 @@ def test_defaults_of_base_and_iterative_runs():
     iterative = PreferenceDataModule(ITEMS, text_reward, comparator=CurrentComparator())
     assert (base.num_candidates, base.pairs_per_sample, base.pair_selection) == (80, 16, "reward_gap")
     assert (iterative.num_candidates, iterative.pairs_per_sample, iterative.pair_selection) == (
-        20, 4, "comparator_reward",
+        20,
+        4,
+        "comparator_reward",
     )
     assert base.batch_size == iterative.batch_size == 2
     assert isinstance(base.replay, CurrentReplay)
@@ -158,7 +161,7 @@ def test_the_number_of_candidates_and_pairs_is_what_was_asked(tmp_path):
 
 def test_rounds_without_a_comparator_are_an_error_before_anything_is_loaded(tmp_path):
     team = make_team()
-    with pytest.raises(ValueError, match="`num_iterations` is 1, but .* `comparator`"):
+    with pytest.raises(ValueError, match=r"`num_iterations` is 1, but .* `comparator`"):
         fit(tmp_path, make_data(iterative=False), make_module(team, rounds=1))
     assert not team.is_loaded
     assert not list(tmp_path.iterdir())
@@ -200,13 +203,13 @@ def test_all_problems_are_named_at_once():
 
 def test_one_candidate_is_enough_against_a_comparator(tmp_path):
     data = make_data(num_candidates=1)
-    fit(tmp_path, data, make_module(rounds=2))
+    fit(tmp_path, data, make_module(make_team(True), rounds=2))
     assert 0 < data.rounds[0].collected_pairs <= 3
 
 
 def test_nothing_to_fit(tmp_path):
     team = make_team()
-    with pytest.raises(ValueError, match="`items` .* or `pairs` must be given"):
+    with pytest.raises(ValueError, match=r"`items` .* or `pairs` must be given"):
         fit(tmp_path, PreferenceDataModule(), make_module(team))
     assert not team.is_loaded
 
@@ -252,7 +255,7 @@ def test_bad_items(given, message):
 
 
 def test_bad_item_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match="missing.json"):
+    with pytest.raises(FileNotFoundError, match=r"missing\.json"):
         load_items(tmp_path / "missing.json", "items")
     (tmp_path / "a.json").write_text('[{"prompt": "a"}')
     with pytest.raises(ValueError, match=r"a.json: not valid JSON"):
@@ -289,14 +292,18 @@ def test_a_formatter_that_fails_names_agent_and_item(tmp_path):
 )
 def test_a_reward_that_fails_stops_the_run_with_its_words(tmp_path, reward, message):
     with pytest.raises(OracleError, match=message):
-        fit(tmp_path, make_data(reward, eval_items=None), make_module(rounds=1))
+        fit(tmp_path, make_data(reward, eval_items=None), make_module(make_team(True), rounds=1))
     assert not round_files(tmp_path / "replay")
 
 
 @pytest.mark.parametrize("convert", [torch.tensor, np.array, tuple, lambda s: [np.float32(v) for v in s]])
 def test_rewards_of_every_numeric_type_are_the_same(tmp_path, convert):
-    fit(tmp_path / "a", make_data(lambda *c: convert(text_reward(*c)), eval_items=None), make_module(rounds=1))
-    fit(tmp_path / "b", make_data(text_reward, eval_items=None), make_module(rounds=1))
+    fit(
+        tmp_path / "a",
+        make_data(lambda *c: convert(text_reward(*c)), eval_items=None),
+        make_module(make_team(True), rounds=1),
+    )
+    fit(tmp_path / "b", make_data(text_reward, eval_items=None), make_module(make_team(True), rounds=1))
     assert round_files(tmp_path / "a" / "replay") == round_files(tmp_path / "b" / "replay")
 
 
@@ -306,7 +313,7 @@ def test_scores_that_are_missing_are_counted_and_the_run_goes_on(tmp_path):
 
     data = make_data(reward, eval_items=None)
     with pytest.warns(UserWarning, match="dropped, not scored 0"):
-        fit(tmp_path, data, make_module(rounds=1))
+        fit(tmp_path, data, make_module(make_team(True), rounds=1))
     assert data.oracle.num_dropped == 3 * 2 * 2
     assert data.rounds[0].collected_pairs > 0
 
@@ -326,16 +333,15 @@ def test_a_base_run_of_ties_ends_normally_and_says_so(tmp_path):
     assert recorder.events == ["start 1", "collected 1", "end 1"]
 
 
-EMPTY = [{1}, {2}, {4}, {1, 2}, {3, 4}, {1, 3}, {1, 4}, {1, 2, 3, 4}]
+EMPTY = [{1}, {2}, {4}, {3, 4}, {1, 4}, {1, 2, 3, 4}]
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("empty", EMPTY, ids=str)
+@pytest.mark.parametrize(("empty", "epochs"), [*((empty, 1) for empty in EMPTY), ({1, 3}, 2), ({4}, 2)], ids=str)
 def test_rounds_without_pairs_are_passed_over_and_counted(tmp_path, empty, epochs):
     # Six reward calls a round: three items, two sides.
     reward = CountingReward(ties={6 * (number - 1) + call for number in empty for call in range(6)})
     data = make_data(reward, eval_items=None, comparator=HistoryComparator(1), batch_size=100)
-    team = make_team()
+    team = make_team(True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer, recorder = fit(tmp_path, data, make_module(team, rounds=4, num_train_epochs=epochs))
@@ -354,16 +360,20 @@ def test_rounds_without_pairs_are_passed_over_and_counted(tmp_path, empty, epoch
     # The last policy checkpoint is the final policy; that of an empty round is the one before it.
     saved = AgentTeam(str(tmp_path / "history" / "iteration_0003")).load()
     assert same_weights(weights_of(saved), weights_of(team))
-    assert (tmp_path / "export" / "agent_1" / "config.json").exists()
+    assert (tmp_path / "export" / "agent_1" / "adapter_config.json").exists()
 
 
 @pytest.mark.parametrize("replay", [LambdaDecayReplay(0.5), AllHistoryReplay(), NearestKReplay(1)])
 def test_with_history_replay_an_empty_round_trains_on_earlier_pairs(tmp_path, replay):
     ties = set(range(6)) | set(range(12, 18))  # rounds 1 and 3
     data = make_data(CountingReward(ties), eval_items=None, replay=replay, batch_size=100)
-    trainer, recorder = fit(tmp_path, data, make_module(rounds=3))
+    trainer, recorder = fit(tmp_path, data, make_module(make_team(True), rounds=3))
     assert [record.collected_pairs > 0 for record in data.rounds] == [False, True, False]
-    assert [record.train_pairs for record in data.rounds] == [0, data.rounds[1].collected_pairs, data.rounds[1].collected_pairs]
+    assert [record.train_pairs for record in data.rounds] == [
+        0,
+        data.rounds[1].collected_pairs,
+        data.rounds[1].collected_pairs,
+    ]
     assert trainer.global_step == 2
     assert recorder.events.count("batch") == 2
 
@@ -380,9 +390,7 @@ def test_a_round_whose_pairs_are_all_the_same_tokens_is_passed_over(tmp_path):
     data = make_data(Moody(), eval_items=None, sampling=greedy, num_candidates=1)
     with pytest.warns(UserWarning, match="same tokens on both sides"):
         trainer, recorder = fit(tmp_path, data, make_module(team, rounds=2))
-    assert recorder.events == [
-        f"{what} {number}" for number in (1, 2) for what in ("start", "collected", "end")
-    ]
+    assert recorder.events == [f"{what} {number}" for number in (1, 2) for what in ("start", "collected", "end")]
     assert [record.collected_pairs for record in data.rounds] == [3, 3]
     assert [record.train_pairs for record in data.rounds] == [0, 0]
     assert trainer.global_step == 0
@@ -393,7 +401,7 @@ def test_a_round_whose_pairs_are_all_the_same_tokens_is_passed_over(tmp_path):
 
 
 def test_a_foreign_replay_directory_stops_the_run_before_anything_is_sampled(tmp_path):
-    fit(tmp_path / "one", make_data(replay_dir=str(tmp_path / "shared")), make_module(rounds=1))
+    fit(tmp_path / "one", make_data(replay_dir=str(tmp_path / "shared")), make_module(make_team(True), rounds=1))
     before = {path: path.read_bytes() for path in (tmp_path / "shared").iterdir()}
     team, reward = make_team(), CountingReward()
     with pytest.raises(ForeignReplayError, match="belongs to run"):
@@ -406,7 +414,11 @@ def test_an_unwritable_replay_directory_is_named_before_anything_is_sampled(tmp_
     (tmp_path / "file").write_text("")
     reward = CountingReward()
     with pytest.raises(OSError, match="`replay_dir` must be a directory that can be written to"):
-        fit(tmp_path, make_data(reward, replay_dir=str(tmp_path / "file" / "replay")), make_module(rounds=1))
+        fit(
+            tmp_path,
+            make_data(reward, replay_dir=str(tmp_path / "file" / "replay")),
+            make_module(make_team(True), rounds=1),
+        )
     assert reward.calls == 0
 
 
@@ -416,12 +428,14 @@ def test_fast_dev_run_is_short_and_leaves_nothing(tmp_path, monkeypatch):
     reward = CountingReward()
     replay = tmp_path / "replay"
     for _ in range(2):
-        data = make_data(reward, items=ITEMS * 2, eval_items=None, comparator=HistoryComparator(1), replay_dir=str(replay))
-        trainer, _ = fit(tmp_path, data, make_module(rounds=3), fast_dev_run=True)
+        data = make_data(
+            reward, items=ITEMS * 2, eval_items=None, comparator=HistoryComparator(1), replay_dir=str(replay)
+        )
+        trainer, _ = fit(tmp_path, data, make_module(make_team(True), rounds=3), fast_dev_run=True)
         assert trainer.global_step == 1
     assert reward.calls == 2 * 2 * 2  # twice, two items, two sides
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    fit(tmp_path, make_data(replay_dir=str(replay)), make_module(rounds=1))
+    fit(tmp_path, make_data(replay_dir=str(replay)), make_module(make_team(True), rounds=1))
 
 
 # -- pair files ----------------------------------------------------------------------------------------------------
@@ -430,12 +444,12 @@ def test_fast_dev_run_is_short_and_leaves_nothing(tmp_path, monkeypatch):
 @pytest.fixture
 def collected(tmp_path):
     """Two round files."""
-    fit(tmp_path / "source", make_data(), make_module(rounds=2))
+    fit(tmp_path / "source", make_data(), make_module(make_team(True), rounds=2))
     return [str(path) for path in sorted((tmp_path / "source" / "replay").glob("iteration_*.json"))]
 
 
 def test_training_on_pair_files(tmp_path, collected):
-    count = sum(len(json.loads(open(path).read())["pairs"]) for path in collected)
+    count = sum(len(json.loads(Path(path).read_text())["pairs"]) for path in collected)
     data = PreferenceDataModule(pairs=collected, batch_size=count)
     team = make_team()
     batches = []
@@ -447,10 +461,12 @@ def test_training_on_pair_files(tmp_path, collected):
     assert [len(batch) for batch in batches] == [count] * 3
     assert not (tmp_path / "run" / "replay").exists()
     tokenizer = team.tokenizer(0)
-    pairs = [pair for path in collected for pair in json.loads(open(path).read())["pairs"]]
+    pairs = [pair for path in collected for pair in json.loads(Path(path).read_text())["pairs"]]
     for agent in range(2):
         rows = batches[0].agents[agent]
-        said = sorted(row[mask].tolist() for row, mask in zip(rows.input_ids[:count], rows.response_mask[:count]))
+        said = sorted(
+            row[mask].tolist() for row, mask in zip(rows.input_ids[:count], rows.response_mask[:count], strict=True)
+        )
         texts = [pair["winner_completions"][agent] for pair in pairs]
         assert said == sorted(tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
 
@@ -458,9 +474,9 @@ def test_training_on_pair_files(tmp_path, collected):
 def test_bad_pair_files_are_found_before_a_model_is_loaded(tmp_path, collected):
     missing = str(tmp_path / "none.json")
     broken = tmp_path / "broken.json"
-    broken.write_text(open(collected[0]).read()[:-40])
+    broken.write_text(Path(collected[0]).read_text()[:-40])
     lacking = tmp_path / "lacking.json"
-    content = json.loads(open(collected[0]).read())
+    content = json.loads(Path(collected[0]).read_text())
     del content["pairs"][2]["loser_reward"]
     lacking.write_text(json.dumps(content))
     empty = tmp_path / "empty.json"
@@ -490,7 +506,7 @@ def test_pair_files_of_another_number_of_agents(tmp_path, collected):
 def test_a_users_smaller_max_epochs_is_kept(tmp_path, empty):
     ties = set(range(6)) if empty else ()
     data = make_data(CountingReward(ties), eval_items=None, batch_size=100)
-    trainer, recorder = fit(tmp_path, data, make_module(rounds=5), max_epochs=2)
+    trainer, recorder = fit(tmp_path, data, make_module(make_team(True), rounds=5), max_epochs=2)
     assert trainer.global_step == 2
     assert data.current_round == (3 if empty else 2)
     assert recorder.events[-1] == f"end {data.current_round}"
@@ -498,32 +514,34 @@ def test_a_users_smaller_max_epochs_is_kept(tmp_path, empty):
 
 def test_stopping_inside_a_round_does_not_end_it(tmp_path):
     data = make_data(batch_size=2, comparator=HistoryComparator(1))
-    trainer, recorder = fit(tmp_path, data, make_module(rounds=3, num_train_epochs=2), max_epochs=3)
+    _, recorder = fit(tmp_path, data, make_module(make_team(True), rounds=3, num_train_epochs=2), max_epochs=3)
     assert [event for event in recorder.events if event.startswith("end")] == ["end 1"]
     assert not (tmp_path / "history" / "iteration_0001").exists()
 
 
 def test_max_steps_stops_in_the_middle_and_at_the_end_of_a_round(tmp_path):
     data = make_data(batch_size=100)
-    _, recorder = fit(tmp_path / "end", data, make_module(rounds=3), max_steps=2)
+    _, recorder = fit(tmp_path / "end", data, make_module(make_team(True), rounds=3), max_steps=2)
     assert [event for event in recorder.events if event != "batch"][-1] == "end 2"
     assert data.current_round == 2
     data = make_data(batch_size=1)
-    trainer, recorder = fit(tmp_path / "middle", data, make_module(rounds=3), max_steps=3)
+    trainer, recorder = fit(tmp_path / "middle", data, make_module(make_team(True), rounds=3), max_steps=3)
     assert trainer.global_step == 3
     assert recorder.events[-1] == "batch"
 
 
 def test_max_epochs_larger_than_the_run_or_without_end(tmp_path):
     for name, epochs in (("a", 100), ("b", -1)):
-        trainer, _ = fit(tmp_path / name, make_data(batch_size=100), make_module(rounds=2), max_epochs=epochs)
+        trainer, _ = fit(
+            tmp_path / name, make_data(batch_size=100), make_module(make_team(True), rounds=2), max_epochs=epochs
+        )
         assert trainer.global_step == 2
 
 
 def test_no_evaluation_items_warn_and_training_items_are_not_taken(tmp_path):
     reward = CountingReward()
     with pytest.warns(UserWarning, match="no `eval_items` are given"):
-        fit(tmp_path, make_data(reward, eval_items=None), make_module(rounds=1))
+        fit(tmp_path, make_data(reward, eval_items=None), make_module(make_team(True), rounds=1))
     assert reward.calls == 6
 
 
@@ -534,9 +552,7 @@ def test_validate_scores_all_items_with_the_evaluation_stream(tmp_path):
     team = make_team().load()
     trainer = make_trainer(tmp_path)
     (found,) = trainer.validate(make_module(team), make_data(batch_size=2), verbose=False)
-    samples = team.sample(
-        EVAL_ITEMS, list(range(5)), num_candidates=1, sampling=SAMPLING, seed=0, stream="evaluation"
-    )
+    samples = team.sample(EVAL_ITEMS, list(range(5)), num_candidates=1, sampling=SAMPLING, seed=0, stream="evaluation")
     scores = torch.tensor([text_reward(*[[text] for text in sample.completions(0)])[0] for sample in samples])
     assert found["eval/n"] == 5
     assert found["eval/turn_1/reward_mean"] == pytest.approx(scores.mean().item(), abs=1e-5)
@@ -545,7 +561,7 @@ def test_validate_scores_all_items_with_the_evaluation_stream(tmp_path):
 
 
 def test_validate_after_fit_with_the_same_trainer(tmp_path):
-    trainer, module, data = make_trainer(tmp_path), make_module(rounds=1), make_data()
+    trainer, module, data = make_trainer(tmp_path), make_module(make_team(True), rounds=1), make_data()
     trainer.fit(module, data)
     (found,) = trainer.validate(module, data, verbose=False)
     assert found["eval/n"] == 5
@@ -556,5 +572,8 @@ def test_validate_after_fit_with_the_same_trainer(tmp_path):
 def test_validate_without_items_or_scores(tmp_path):
     with pytest.raises(ValueError, match="`eval_items` and `reward_func`"):
         make_trainer(tmp_path).validate(make_module(), make_data(eval_items=None), verbose=False)
-    with pytest.warns(UserWarning, match="dropped"), pytest.raises(RuntimeError, match="no joint response .* got a score"):
+    with (
+        pytest.warns(UserWarning, match="dropped"),
+        pytest.raises(RuntimeError, match=r"no joint response .* got a score"),
+    ):
         make_trainer(tmp_path).validate(make_module(), make_data(lambda *c: [None] * len(c[0])), verbose=False)

@@ -110,6 +110,84 @@ def test_one_joint_backward_equals_the_agent_by_agent_procedure(lora, score_last
     assert any(gradient.abs().max() > 1e-3 for gradient in gradients[0].values())
 
 
+def test_fault_B01_pad_equal_to_eos_takes_no_weight_from_eos():
+    eos, team = 1, make_team()
+    module, _ = make_module(team, score_last_token=True)
+    prompt, winner, loser = [0, 10, eos, 11, eos, 12], [70, 71, eos], [90, 91, 92, 93, eos]
+
+    def joint(responses, pad):
+        agents = [collate_rows([prompt, prompt], responses, pad)] * 2
+        return PairBatch(agents, torch.ones(1), 1.0, torch.zeros(1))
+
+    def literal(responses):
+        with torch.no_grad():
+            margin = sum(
+                literal_logp(team, agent, prompt, responses[0], True)
+                - literal_logp(team, agent, prompt, responses[1], True)
+                for agent in range(2)
+            )
+        return -logsigmoid(BETA * margin).item()
+
+    losses, gradients = zip(
+        *(step_gradients(module, team, [joint([winner, loser], pad)]) for pad in (eos, 2)), strict=True
+    )
+    assert losses[0] == pytest.approx(literal([winner, loser]), abs=1e-9)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-12)
+    for agent in range(2):
+        for name, gradient in gradients[0][agent].items():
+            torch.testing.assert_close(gradients[1][agent][name], gradient, rtol=1e-9, atol=1e-12)
+    # Each EOS has its own weight in the loss.
+    for responses in ([winner[:-1], loser], [winner, loser[:-1]]):
+        cut = module.training_step(joint(responses, eos), 0).item()
+        assert cut == pytest.approx(literal(responses), abs=1e-9)
+        assert abs(cut - losses[0]) > 1e-3
+
+
+def long_batch(num_agents=3, length=500):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 259, (num_agents, 2, length), generator=generator).tolist()
+    agents = [collate_rows([[0, 5, 6]] * 2, [winner, loser[: length - 100]], 2) for winner, loser in tokens]
+    return PairBatch(agents, torch.ones(1), 1.0, torch.zeros(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mixed", [False, True], ids=["weights", "autocast"])
+def test_fault_B20_long_responses_in_half_precision_sum_in_float32(dtype, mixed):
+    name = "float32" if mixed else str(dtype).removeprefix("torch.")
+    team = AgentTeam("builtin:tiny", num_agents=3, dtype=name).load()
+    exact = AgentTeam("builtin:tiny", num_agents=3, dtype="float32").load()
+    exact.load_state_dict({name: value.float() for name, value in team.state_dict().items()})
+    values = {}
+    for key, some in (("half", team), ("exact", exact)):
+        module, logged = make_module(some, score_last_token=True)
+        with torch.autocast("cpu", dtype, enabled=mixed and key == "half"):
+            loss = module.training_step(long_batch(), 0)
+            logps = [some.response_logps(agent, rows).detach() for agent, rows in enumerate(long_batch().agents)]
+        loss.backward()
+        assert loss.dtype == torch.float32
+        assert all(torch.isfinite(p.grad).all() for p in some.parameters())
+        values[key] = (loss.item(), logged["train/margin"].item(), torch.stack(logps))
+    assert values["half"][2].dtype == torch.float32
+    assert values["exact"][2].abs().min() > 1000
+    torch.testing.assert_close(values["half"][2], values["exact"][2], rtol=1e-2, atol=0)
+    assert values["half"][1] == pytest.approx(values["exact"][1], rel=1e-2)
+    assert values["half"][0] == pytest.approx(values["exact"][0], rel=1e-2)
+
+
+def test_fault_B21_the_batch_size_hardly_moves_bf16_log_probabilities():
+    team = AgentTeam("builtin:tiny", num_agents=1, dtype="bfloat16").load()
+    generator = torch.Generator().manual_seed(0)
+    responses = [torch.randint(3, 259, (10 + 20 * i,), generator=generator).tolist() for i in range(8)]
+    prompts = [[0, *range(5, 6 + i)] for i in range(8)]
+    with torch.no_grad():
+        together = team.response_logps(0, collate_rows(prompts, responses, 2))
+        alone = torch.cat(
+            [team.response_logps(0, collate_rows([p], [r], 2)) for p, r in zip(prompts, responses, strict=True)]
+        )
+    gap = ((together - alone) / alone).abs().max().item()
+    assert gap < 2e-3, gap
+
+
 def test_one_agent_is_reference_free_dpo():
     team = AgentTeam("builtin:tiny", num_agents=1, dtype="float64").load()
     module, _ = make_module(team, score_last_token=True)

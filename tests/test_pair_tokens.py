@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from helpers import save_model, tiny
-from runs import SAMPLING, make_team
 
 from pbrl_lightning import AgentTeam
 from pbrl_lightning.batches import PairTokens, PreferencePair, Response, TeamSample
@@ -22,6 +21,7 @@ from pbrl_lightning.preferences.pair_tokens import (
     trainable_pairs,
 )
 from pbrl_lightning.preferences.round_files import read_round_file, write_round_file
+from runs import SAMPLING, make_team
 
 EOS = 1
 
@@ -71,9 +71,7 @@ def test_the_order_is_counted_and_new_every_epoch_and_round(team):
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 12, 13])
 def test_ranks_cover_every_pair_once_and_make_the_same_steps(team, count, batch_size, world_size):
-    ranks = [
-        list(loader(team, count, batch_size, rank=rank, world_size=world_size)) for rank in range(world_size)
-    ]
+    ranks = [list(loader(team, count, batch_size, rank=rank, world_size=world_size)) for rank in range(world_size)]
     assert {len(batches) for batches in ranks} == {math.ceil(count / (batch_size * world_size))}
     assert len(loader(team, count, batch_size, world_size=world_size)) == len(ranks[0])
     assert sorted(row for batches in ranks for row in order_of(batches)) == list(range(count))
@@ -87,9 +85,18 @@ def test_ranks_cover_every_pair_once_and_make_the_same_steps(team, count, batch_
         assert all(len(agent.input_ids) == 2 * len(batch) for agent in batch.agents)
 
 
-@pytest.mark.parametrize(("count", "batch_size", "accumulation", "world_size"), [
-    (8, 2, 4, 1), (8, 8, 1, 1), (7, 2, 2, 1), (13, 2, 3, 2), (5, 1, 4, 3), (1, 2, 2, 2), (9, 3, 1, 2),
-])
+@pytest.mark.parametrize(
+    ("count", "batch_size", "accumulation", "world_size"),
+    [
+        (8, 2, 4, 1),
+        (8, 8, 1, 1),
+        (7, 2, 2, 1),
+        (13, 2, 3, 2),
+        (5, 1, 4, 3),
+        (1, 2, 2, 2),
+        (9, 3, 1, 2),
+    ],
+)
 def test_fault_B35_scaled_losses_are_the_mean_over_one_big_batch(team, count, batch_size, accumulation, world_size):
     losses = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
     ranks = [
@@ -153,11 +160,11 @@ def _saved(state):
 class Sampled:
     """A team that said fixed ids, some of which no tokenizer would give for their text."""
 
-    SAID = [
+    SAID = (
         [[70, 71, EOS], [80, EOS]],  # ended
         [[72, 73, 74], [81, 2, 82]],  # cut by the length limit; an id whose text is dropped
         [[EOS], [83, 84, EOS]],  # said nothing
-    ]
+    )
 
     def __init__(self, team):
         self.team = team
@@ -189,9 +196,7 @@ def test_fault_B08_B10_base_runs_train_on_the_sampled_ids_with_one_eos(team):
     rows = 0
     for batch in PairLoader(team, kept, tokens, 1, 0):
         for row in range(2):
-            response = tuple(
-                tuple(agent.input_ids[row][agent.response_mask[row]].tolist()) for agent in batch.agents
-            )
+            response = tuple(tuple(agent.input_ids[row][agent.response_mask[row]].tolist()) for agent in batch.agents)
             assert response in said
             for ids in response:
                 assert ids.count(EOS) == (1 if ids[-1] == EOS else 0)
@@ -205,8 +210,15 @@ def test_fault_B07_B08_round_files_hold_no_ids_and_what_is_read_back_is_tokenise
     write_round_file(tmp_path / "iteration_0001.json", 1, pairs)
     record = json.loads((tmp_path / "iteration_0001.json").read_text())["pairs"][0]
     assert set(record) == {
-        "prompts", "winner_completions", "loser_completions", "winner_reward", "loser_reward",
-        "candidate_reward_mean", "raw_rewards", "target_raw_reward", "comparator_raw_reward",
+        "prompts",
+        "winner_completions",
+        "loser_completions",
+        "winner_reward",
+        "loser_reward",
+        "candidate_reward_mean",
+        "raw_rewards",
+        "target_raw_reward",
+        "comparator_raw_reward",
     }
     for pair in read_round_file(tmp_path / "iteration_0001.json"):
         encoded = tokenise_pair(team, pair)
@@ -285,7 +297,7 @@ def test_fault_B14_pairs_that_cutting_makes_equal_are_dropped_and_counted(short)
     short.counts.clear()
     same = text_pair([PROMPT], ["x" * 23 + "a"], ["x" * 23 + "b"], 1.0)
     other = text_pair([PROMPT], ["x" * 22 + "a"], ["x" * 22 + "b"], 2.0)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="same tokens on both sides") as caught:
         kept, tokens = trainable_pairs(short, [same, other, same])
     assert kept == [other]
     assert len(tokens) == 1

@@ -1,11 +1,15 @@
 """Plain resume: a run that stops and goes on from a checkpoint ends as one that never stopped, bit for bit."""
 
 import shutil
+from contextlib import suppress
 
 import pytest
 import torch
 from helpers import save_model, tiny
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from pbrl_lightning import AgentTeam, CurrentComparator, HistoryComparator, LambdaDecayReplay, LoraOptions
+from pbrl_lightning.callbacks import ComparatorHistory
 from runs import (
     EVAL_ITEMS,
     CountingReward,
@@ -19,14 +23,12 @@ from runs import (
     weights_of,
 )
 
-from pbrl_lightning import AgentTeam, CurrentComparator, HistoryComparator, LambdaDecayReplay, LoraOptions
-from pbrl_lightning.callbacks import ComparatorHistory
-
 LORA = pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+SLOW = pytest.mark.slow
 ROUNDS = 3
 
 
-class Stop(Exception):
+class StopError(Exception):
     """What kills a run."""
 
 
@@ -38,11 +40,11 @@ class Killer(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.step:
-            raise Stop
+            raise StopError
 
     def on_train_epoch_end(self, trainer, pl_module):
         if trainer.global_step == self.step:
-            raise Stop
+            raise StopError
 
 
 class Stopper(Callback):
@@ -75,23 +77,26 @@ def start(root, name, lora, callbacks=(), checkpoint=None, reward=None, data=Non
     comparator = (data or {}).pop("comparator", None) or HistoryComparator(2)
     recorder, rates = Recorder(), Rates()
     saver = ModelCheckpoint(
-        root / name / "checkpoints", filename="{step}", every_n_train_steps=1, save_top_k=-1,
+        root / name / "checkpoints",
+        filename="{step}",
+        every_n_train_steps=1,
+        save_top_k=-1,
         auto_insert_metric_name=False,
     )
     options = {"max_epochs": None, **options}
     trainer = make_trainer(root / name, [recorder, rates, saver, *callbacks], enable_checkpointing=True, **options)
     settings = {
-        "comparator": comparator, "replay": LambdaDecayReplay(0.5, sample_size=5), "eval_items": None,
+        "comparator": comparator,
+        "replay": LambdaDecayReplay(0.5, sample_size=5),
+        "eval_items": None,
         "replay_dir": str(root / name / "replay") if checkpoint is None else None,
         **(data or {}),
     }
     data = make_data(reward or CountingReward(), **settings)
     team = make_team(lora)
     module = make_module(team, rounds=ROUNDS, lr_scheduler=warm_up, **(module or {}))
-    try:
+    with suppress(StopError):
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    except Stop:
-        pass
     return trainer, team, data, recorder, rates
 
 
@@ -117,7 +122,14 @@ def assert_same_end(whole, resumed):
     assert data.current_round == other_data.current_round
 
 
-@LORA
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """One adapter team's run that nobody stopped, and its round files."""
+    root = tmp_path_factory.mktemp("whole")
+    return start(root, "whole", True), round_files(root / "whole" / "replay")
+
+
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
 def test_resumed_at_every_step_boundary(tmp_path, lora):
     whole = start(tmp_path, "whole", lora)
     steps = whole[0].global_step
@@ -140,9 +152,9 @@ def test_resumed_at_every_step_boundary(tmp_path, lora):
 
 
 @pytest.mark.parametrize("how", ["max_steps", "should_stop"])
-@pytest.mark.parametrize("step", [2, 3, 4, 6])
-def test_stopped_in_an_orderly_way(tmp_path, how, step):
-    whole = start(tmp_path, "whole", True)
+@pytest.mark.parametrize("step", [3, 4, pytest.param(2, marks=SLOW), pytest.param(6, marks=SLOW)])
+def test_stopped_in_an_orderly_way(tmp_path, whole_run, how, step):
+    whole, files = whole_run
     if how == "max_steps":
         stopped = start(tmp_path, "stopped", True, max_steps=step)
     else:
@@ -152,7 +164,7 @@ def test_stopped_in_an_orderly_way(tmp_path, how, step):
     assert ends == [f"end {number}" for number in range(1, step // 3 + 1)]
     resumed = start(tmp_path, "stopped", True, checkpoint=checkpoint_at(tmp_path, "stopped", step))
     assert_same_end(whole, resumed)
-    assert round_files(tmp_path / "stopped" / "replay") == round_files(tmp_path / "whole" / "replay")
+    assert round_files(tmp_path / "stopped" / "replay") == files
     saved = AgentTeam(str(tmp_path / "stopped" / "history" / "iteration_0002")).load()
     assert same_weights(weights_of(saved), weights_of(whole[1]))
 
@@ -162,7 +174,7 @@ def test_a_run_that_went_on_after_its_last_checkpoint(tmp_path):
     whole = start(tmp_path, "whole", True, data={"comparator": HistoryComparator(1)})
     start(tmp_path, "stopped", True, [Killer(8)], data={"comparator": HistoryComparator(1)})
     assert "iteration_0003.json" in round_files(tmp_path / "stopped" / "replay")
-    for step in (5, 6, 7):
+    for step in (5, 6):
         shutil.copytree(tmp_path / "stopped", tmp_path / f"from_{step}")
         data = {"comparator": HistoryComparator(1), "replay_dir": str(tmp_path / f"from_{step}" / "replay")}
         resumed = start(
@@ -172,18 +184,15 @@ def test_a_run_that_went_on_after_its_last_checkpoint(tmp_path):
         assert round_files(tmp_path / f"from_{step}" / "replay") == round_files(tmp_path / "whole" / "replay")
 
 
-@pytest.mark.parametrize("steps", [(2, 5), (3, 6), (1, 2), (4, 4)])
-def test_stopped_and_resumed_twice(tmp_path, steps):
-    whole = start(tmp_path, "whole", True)
+@pytest.mark.parametrize("steps", [(2, 5), (3, 6), pytest.param((1, 2), marks=SLOW)])
+def test_stopped_and_resumed_twice(tmp_path, whole_run, steps):
+    whole, files = whole_run
     first, second = steps
     start(tmp_path, "stopped", True, [Killer(first)])
-    checkpoint = checkpoint_at(tmp_path, "stopped", first)
-    if second > first:
-        start(tmp_path, "stopped", True, [Killer(second)], checkpoint=checkpoint)
-        checkpoint = checkpoint_at(tmp_path, "stopped", second)
-    resumed = start(tmp_path, "stopped", True, checkpoint=checkpoint)
+    start(tmp_path, "stopped", True, [Killer(second)], checkpoint=checkpoint_at(tmp_path, "stopped", first))
+    resumed = start(tmp_path, "stopped", True, checkpoint=checkpoint_at(tmp_path, "stopped", second))
     assert_same_end(whole, resumed)
-    assert round_files(tmp_path / "stopped" / "replay") == round_files(tmp_path / "whole" / "replay")
+    assert round_files(tmp_path / "stopped" / "replay") == files
 
 
 def test_a_checkpoint_saved_inside_a_resumed_round_still_knows_the_rounds(tmp_path):
@@ -194,7 +203,7 @@ def test_a_checkpoint_saved_inside_a_resumed_round_still_knows_the_rounds(tmp_pa
     assert state["replay_dir"] == str(tmp_path / "run" / "replay")
 
 
-@pytest.mark.parametrize("step", range(1, 8))
+@pytest.mark.parametrize("step", [2, 5, 6, *(pytest.param(step, marks=SLOW) for step in (1, 3, 4, 7))])
 def test_several_epochs_a_round_and_accumulation(tmp_path, step):
     options = {"module": {"num_train_epochs": 2}, "accumulate_grad_batches": 2}
     data = {"comparator": CurrentComparator(), "replay": None, "batch_size": 3}
@@ -210,16 +219,21 @@ def test_several_epochs_a_round_and_accumulation(tmp_path, step):
 
 def test_a_base_run_keeps_the_sampled_ids(tmp_path):
     def base(name, callbacks=(), checkpoint=None):
-        saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1,
-                                auto_insert_metric_name=False)
+        saver = ModelCheckpoint(
+            tmp_path / name, filename="{step}", every_n_train_steps=1, save_top_k=-1, auto_insert_metric_name=False
+        )
         reward, team = CountingReward(), make_team(True)
-        data = make_data(reward, iterative=False, eval_items=None, batch_size=4, pairs_per_sample=4,
-                         replay_dir=str(tmp_path / name / "replay"))
+        data = make_data(
+            reward,
+            iterative=False,
+            eval_items=None,
+            batch_size=4,
+            pairs_per_sample=4,
+            replay_dir=str(tmp_path / name / "replay"),
+        )
         trainer = make_trainer(tmp_path / name, [saver, *callbacks], enable_checkpointing=True)
-        try:
+        with suppress(StopError):
             trainer.fit(make_module(team, num_train_epochs=2), data, ckpt_path=checkpoint, weights_only=True)
-        except Stop:
-            pass
         return trainer, weights_of(team), reward.calls
 
     trainer, whole, calls = base("whole")
@@ -232,13 +246,15 @@ def test_a_base_run_keeps_the_sampled_ids(tmp_path):
         assert calls == 0  # nothing is collected again
 
 
-@pytest.mark.parametrize("empty", [{1}, {2}, {3}])
-def test_rounds_without_pairs(tmp_path, empty):
+@pytest.mark.parametrize(
+    ("empty", "every"), [({1}, 9), ({2}, 9), ({3}, 9), *(pytest.param({n}, 1, marks=SLOW) for n in (1, 2, 3))]
+)
+def test_rounds_without_pairs(tmp_path, empty, every):
     ties = {6 * (number - 1) + call for number in empty for call in range(6)}
     plain = {"replay": None, "comparator": HistoryComparator(1)}
     whole = start(tmp_path, "whole", True, reward=CountingReward(ties), data=dict(plain))
-    steps = whole[0].global_step
-    for step in range(1, steps):
+    ends = [record.first_step for record in whole[2].rounds]  # where the traps are: the last step of a round
+    for step in sorted({*range(every, whole[0].global_step, every), *ends[1:]} - {0, whole[0].global_step}):
         name = f"stopped_{step}"
         reward = CountingReward(ties)
         stopped = start(tmp_path, name, True, [Killer(step)], reward=reward, data=dict(plain))
@@ -253,14 +269,15 @@ def test_rounds_without_pairs(tmp_path, empty):
 
 @LORA
 def test_checkpoints_are_plain_and_hold_what_is_trained(tmp_path, lora):
-    _, team, data, *_ = start(tmp_path, "run", lora, [Killer(5)], data={"eval_items": EVAL_ITEMS})
+    _, team, *_ = start(tmp_path, "run", lora, [Killer(5)], data={"eval_items": EVAL_ITEMS})
     checkpoint = torch.load(checkpoint_at(tmp_path, "run", 5), weights_only=True)
     plain = (dict, list, tuple, str, int, float, bool, type(None), torch.Tensor)
 
     def walk(value, path):
         assert type(value) in plain or type(value).__name__ == "OrderedDict", f"{path}: {type(value)}"
-        entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-        for key, entry in entries:
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value))
+        for key, entry in value.items() if isinstance(value, dict) else ():
             walk(entry, f"{path}/{key}")
 
     walk(checkpoint, "")
@@ -337,7 +354,11 @@ def test_evaluation_results_survive(tmp_path):
         if step:
             evaluation = JointEvaluation(interval=2)
             start(
-                tmp_path, name, True, [evaluation], checkpoint=checkpoint_at(tmp_path, name, step),
+                tmp_path,
+                name,
+                True,
+                [evaluation],
+                checkpoint=checkpoint_at(tmp_path, name, step),
                 data={"eval_items": EVAL_ITEMS},
             )
         found.append(evaluation.results)
@@ -346,8 +367,8 @@ def test_evaluation_results_survive(tmp_path):
 
 
 @pytest.mark.parametrize("step", [2, 3, 4])
-def test_lightnings_own_checkpoint_at_the_end_of_a_stopped_run(tmp_path, step):
-    whole = start(tmp_path, "whole", True)
+def test_lightnings_own_checkpoint_at_the_end_of_a_stopped_run(tmp_path, whole_run, step):
+    whole, _ = whole_run
     saver = ModelCheckpoint(tmp_path / "own", filename="end")  # after every epoch, Lightning's default
     start(tmp_path, "stopped", True, [saver], max_steps=step)
     resumed = start(tmp_path, "stopped", True, checkpoint=str(tmp_path / "own" / "end.ckpt"))

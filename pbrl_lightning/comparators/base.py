@@ -59,6 +59,7 @@ class Comparator(ABC):
 
     def check(self, num_agents: int) -> None:
         """Raises a ValueError if this comparator cannot answer for a team of so many agents; loads nothing."""
+        del num_agents
 
     @property
     def needs_history(self) -> int | None:

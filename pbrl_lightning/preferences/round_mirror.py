@@ -33,6 +33,9 @@ def mirror_round(store_directory: Path, entry: RoundEntry, checkpoint_directory:
 def restore_rounds(store_directory: Path, entries: list[RoundEntry], checkpoint_directory: Path) -> None:
     """Brings back round files that the replay directory has lost, or that were written anew since.
 
+    A checkpoint's name may put it into sub-folders (that of a metric with slashes does), so the directories above are
+    searched too: names hold the bytes' sha256.
+
     Raises:
         RoundFileError: If a round is in neither place.
     """
@@ -40,7 +43,8 @@ def restore_rounds(store_directory: Path, entries: list[RoundEntry], checkpoint_
         path = store_directory / entry.file
         if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == entry.sha256:
             continue
-        source = checkpoint_directory / MIRROR / _name(entry)
+        mirrors = [parent / MIRROR / _name(entry) for parent in (checkpoint_directory, *checkpoint_directory.parents)]
+        source = next((mirror for mirror in mirrors if mirror.exists()), mirrors[0])
         if not source.exists():
             raise RoundFileError(
                 f"round {entry.iteration} as the checkpoint knows it is in neither {path} nor {source}"

@@ -23,26 +23,33 @@ def validate_options(
     joint_mode: str,
 ) -> None:
     """Raises a ValueError that names every option of a data module that does not fit, as given and as resolved."""
-    problems = []
-    for name, given in (("items", items), ("eval_items", eval_items)):
-        if given is not None and reward_func is None:
-            problems.append(f"`reward_func` must be given with `{name}`")
-    if items is not None and data.pair_paths is not None:
-        problems.append("`items` and `pairs` exclude each other: collect pairs, or train on files")
-    if data.pair_paths is not None and (data.comparator is not None or replay is not None):
-        problems.append("`pairs` trains on files alone and takes neither `comparator` nor `replay`")
-    if replay is not None and not isinstance(replay, CurrentReplay) and data.comparator is None:
-        problems.append("`replay` draws from earlier rounds and needs a `comparator` (an iterative run)")
-    if num_candidates is not None and num_candidates < 1:
-        problems.append(f"`num_candidates` must be >= 1, got {num_candidates}")
-    if data.comparator is None and data.num_candidates < 2 and data.pair_paths is None:
-        problems.append("`num_candidates` must be >= 2 without a comparator: one candidate makes no pair")
-    if data.batch_size < 1:
-        problems.append(f"`batch_size` must be >= 1, got {data.batch_size}")
-    if num_turns != 1:
-        problems.append(f"`num_turns` must be 1 (single turn), got {num_turns}")
-    if joint_mode != "aligned":
-        problems.append(f"`joint_mode` must be 'aligned', got {joint_mode!r}")
+    from_files, iterative = data.pair_paths is not None, data.comparator is not None
+    old_rounds = replay is not None and not isinstance(replay, CurrentReplay)
+    checks = [
+        (items is not None and reward_func is None, "`reward_func` must be given with `items`"),
+        (eval_items is not None and reward_func is None, "`reward_func` must be given with `eval_items`"),
+        (items is not None and from_files, "`items` and `pairs` exclude each other: collect pairs, or train on files"),
+        (
+            from_files and (iterative or replay is not None),
+            "`pairs` trains on files alone and takes neither `comparator` nor `replay`",
+        ),
+        (
+            old_rounds and not iterative,
+            "`replay` draws from earlier rounds and needs a `comparator` (an iterative run)",
+        ),
+        (
+            num_candidates is not None and num_candidates < 1,
+            f"`num_candidates` must be >= 1, got {num_candidates}",
+        ),
+        (
+            not iterative and not from_files and data.num_candidates < 2,
+            "`num_candidates` must be >= 2 without a comparator: one candidate makes no pair",
+        ),
+        (data.batch_size < 1, f"`batch_size` must be >= 1, got {data.batch_size}"),
+        (num_turns != 1, f"`num_turns` must be 1 (single turn), got {num_turns}"),
+        (joint_mode != "aligned", f"`joint_mode` must be 'aligned', got {joint_mode!r}"),
+    ]
+    problems = [message for wrong, message in checks if wrong]
     try:
         validate_selection(data.pair_selection, data.pairs_per_sample, data.iterative)
     except ValueError as error:

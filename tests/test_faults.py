@@ -12,20 +12,6 @@ import torch
 from helpers import save_model, tiny
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from runs import (
-    ITEMS,
-    SAMPLING,
-    CountingReward,
-    make_data,
-    make_module,
-    make_team,
-    make_trainer,
-    perturb,
-    round_files,
-    same_weights,
-    text_reward,
-    weights_of,
-)
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -44,6 +30,20 @@ from pbrl_lightning.callbacks import JointEvaluation
 from pbrl_lightning.preferences.pair_tokens import PairLoader, collate_rows, trainable_pairs
 from pbrl_lightning.preferences.round_files import write_round_file
 from pbrl_lightning.rounds import RoundCallback
+from runs import (
+    ITEMS,
+    SAMPLING,
+    CountingReward,
+    make_data,
+    make_module,
+    make_team,
+    make_trainer,
+    perturb,
+    round_files,
+    same_weights,
+    text_reward,
+    weights_of,
+)
 
 BOS = 0
 BOS_TEMPLATE = (
@@ -163,11 +163,15 @@ def test_fault_B06_B07_exactly_one_bos_wherever_a_prompt_goes(tmp_path, iterativ
 def test_fault_B12_short_and_long_pairs_together_leave_no_response_empty(tmp_path):
     path = save_model(tiny("gpt2", torch.float32, n_positions=32), tmp_path / "model")
     team = AgentTeam(path, num_agents=1).load()
-    pairs = [text_pair(["p"], ["abc"], ["xyz"]), text_pair(["q" * 30], ["w" * 20], ["l" * 28])]
+    pairs = [
+        text_pair(["p"], ["abc"], ["xyz"]),
+        text_pair(["q" * 30], ["w" * 20], ["l" * 28]),
+        text_pair(["q" * 30], ["w" * 28], ["l" * 20]),
+    ]
     with pytest.warns(UserWarning, match="cut on the left"):
         kept, tokens = trainable_pairs(team, pairs)
-    (batch,) = PairLoader(team, kept, tokens, 2, 0)
-    assert sorted(batch.agents[0].response_mask.sum(1).tolist()) == [3, 3, 20, 28]
+    (batch,) = PairLoader(team, kept, tokens, 3, 0)
+    assert sorted(batch.agents[0].response_mask.sum(1).tolist()) == [3, 3, 20, 20, 28, 28]
     assert batch.agents[0].input_ids.shape[1] <= 32
     assert torch.isfinite(team.response_logps(0, batch.agents[0], True)).all()
 
@@ -267,10 +271,12 @@ def test_fault_B38_B85_the_best_checkpoint_recovers_from_evaluations_without_sco
         auto_insert_metric_name=False,
     )
     team = make_team(True)
-    trainer = make_trainer(tmp_path, [JointEvaluation(1), saver], enable_checkpointing=True)
+    evaluation = JointEvaluation(1)
+    trainer = make_trainer(tmp_path, [evaluation, saver], enable_checkpointing=True)
     with pytest.warns(UserWarning, match="dropped"):
         trainer.fit(make_module(team, 2), make_data(Improving(scoreless)))
     steps = trainer.global_step
+    assert evaluation.results == [(step, step + 1.0 - scoreless) for step in range(scoreless, steps + 1)]
     assert steps > 3
     best = steps + 1 - scoreless  # evaluations: one before the first update and one after each
     assert saver.best_model_score == best
@@ -333,6 +339,9 @@ def test_fault_B31_B32_dropout_stays_off_in_actors_and_comparator_through_a_fit(
     margins = []
 
     class Twice(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            pl_module.train()
+
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             margins.append([team.response_logps(0, batch.agents[0]).detach() for _ in range(2)])
             policies = [*team.backbones, other]

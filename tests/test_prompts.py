@@ -108,9 +108,9 @@ def test_wrong_formatters_are_refused(formatters, message):
 
 
 def test_a_missing_field_lists_the_fields_there_are():
-    team = team_of(["{prompt}", "{promt}"])
+    team = team_of(["{prompt}", "{request}"])
     assert team.prompt(0, ITEM, 3) == "rain"
-    with pytest.raises(ValueError, match=r"agent 1 failed on task item 3.*'promt'.*'prompt', 'topic'"):
+    with pytest.raises(ValueError, match=r"agent 1 failed on task item 3.*'request'.*'prompt', 'topic'"):
         team.prompt(1, ITEM, 3)
     with pytest.raises(ValueError, match=r"'prompt', 1|1, 'prompt'"):
         PromptTemplate("{x}")({"prompt": "a", 1: "b"})  # keys of several types

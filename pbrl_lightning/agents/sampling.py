@@ -86,9 +86,12 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
     if top_k is not None and top_k < logits.shape[1]:
-        kth = logits.topk(top_k, dim=1).values[:, -1:]
+        highest, ids = logits.topk(top_k, dim=1)
+        kth = highest[:, -1:]
         width = int((logits >= kth).sum(1).max())
-        ids = logits.topk(width, dim=1).indices.sort(dim=1).values
+        if width > top_k:  # ties at the edge
+            ids = logits.topk(width, dim=1).indices
+        ids = ids.sort(dim=1).values
         logits = logits.gather(1, ids)
         logits = logits.masked_fill(logits < kth, -torch.inf)
     probs = logits.double().softmax(1)

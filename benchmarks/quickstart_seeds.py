@@ -42,7 +42,8 @@ class CoinFlipMADPO(MADPOModule):
             )
             for agent in batch.agents
         ]
-        return super().training_step(replace(batch, agents=agents), batch_idx)
+        flipped = PairBatch(agents, batch.weights, batch.loss_scale, batch.candidate_reward_means)
+        return super().training_step(flipped, batch_idx)
 
 
 def train(config: str, seed: int, control: bool, overrides: list[str]) -> dict[str, float | int | str]:
@@ -54,7 +55,7 @@ def train(config: str, seed: int, control: bool, overrides: list[str]) -> dict[s
     arguments = ["--config", config, f"--data.seed={seed}", "--trainer.logger=false"]
     arguments += ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
     arguments += [f"--trainer.default_root_dir=runs/quickstart_seeds/{time.time_ns()}"]
-    cli = PreferenceCLI([*arguments, *overrides], run=False, save_config_callback=None)
+    cli = PreferenceCLI([*arguments, *overrides], run=False)
     evaluator, team = cli.datamodule.evaluator, cli.model.team
     indices = list(range(len(evaluator.items)))
     before = evaluator.evaluate(team, indices, RESPONSES_PER_ITEM).rewards

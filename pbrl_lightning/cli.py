@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
@@ -32,9 +31,14 @@ class ConfigSaver(SaveConfigCallback):
 
 
 class PreferenceCLI(LightningCLI):
-    """LightningCLI for a team module (by class name) and the preference data module."""
+    """LightningCLI for a team module (by class name) and the preference data module.
 
-    def __init__(self, args: list[str] | None = None, **options: Any) -> None:
+    Args:
+        args: Replaces ``sys.argv[1:]``.
+        run: False builds ``model``, ``datamodule`` and ``trainer`` without a subcommand, and saves no config.
+    """
+
+    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
         # A reward function of the user's own is found from the working directory.
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
@@ -46,7 +50,7 @@ class PreferenceCLI(LightningCLI):
             PreferenceDataModule,
             subclass_mode_model=True,
             seed_everything_default=False,  # every draw comes from `data.seed`
-            save_config_callback=ConfigSaver,
+            save_config_callback=ConfigSaver if run else None,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={
                 "prog": "pbrl",
@@ -55,7 +59,7 @@ class PreferenceCLI(LightningCLI):
             },
             trainer_defaults={"max_epochs": -1},  # the schedule of rounds ends the run
             args=args,
-            **options,
+            run=run,
         )
 
 

@@ -67,7 +67,7 @@ def test_current_speaks_with_the_actors_weights_and_a_stream_of_its_own(lora):
 
 
 @LORA
-def test_a_frozen_copy_speaks_the_same_and_shares_nothing(lora):
+def test_fault_B62_a_frozen_copy_speaks_the_same_and_shares_nothing(lora):
     team = perturb(make_team(lora).load(), 1)
     ids = torch.tensor([[0, 70, 71, 72]])
     with team.active(1):
@@ -91,7 +91,7 @@ def test_no_copy_where_the_actors_are(devices):
         assert speaker is team
 
 
-def test_a_copy_goes_to_its_devices_once_per_phase_and_is_freed():
+def test_fault_B62_a_copy_goes_to_its_devices_once_per_phase_and_is_freed():
     team = make_team(dtype="float64").load()
     comparator = CurrentCopyComparator(["meta"])  # stands for another device: nothing can be sampled on it
     with comparator.session(team, 1, None) as speaker:
@@ -176,7 +176,7 @@ def test_history_speaks_with_the_policy_of_k_rounds_ago(saved, k, round_number, 
 
 
 @SAVED
-def test_history_is_put_back_when_sampling_fails(saved):
+def test_fault_B51_history_is_put_back_when_sampling_fails(saved):
     team, directory, _ = saved
     values, state = all_values(team), state_of(team)
 
@@ -190,7 +190,7 @@ def test_history_is_put_back_when_sampling_fails(saved):
 
 
 @SAVED
-def test_history_is_freed_after_the_phase(saved):
+def test_fault_B63_history_is_freed_after_the_phase(saved):
     team, directory, _ = saved
     comparator = HistoryComparator(2)
     with comparator.session(team, 4, directory) as speaker:
@@ -207,7 +207,7 @@ def test_history_is_freed_after_the_phase(saved):
 
 
 @SAVED
-def test_a_half_written_policy_is_named(saved):
+def test_fault_B90_a_half_written_policy_is_named(saved):
     team, directory, _ = saved
     shutil.rmtree(directory / "iteration_0001" / "agent_1")
     broken = HistoryComparator(1).session(team, 3, directory)
@@ -285,7 +285,7 @@ def test_history_in_a_run(k, lora, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's own
 @LORA
-def test_kept_policies_load_in_plain_transformers_and_peft(lora, tmp_path):
+def test_fault_B49_kept_policies_load_in_plain_transformers_and_peft(lora, tmp_path):
     recorder, team = Recorder(), make_team(lora)
     callback = ComparatorHistory(str(tmp_path / "kept"), keep_all=True)
     data = make_data(comparator=HistoryComparator(1))

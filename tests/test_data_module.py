@@ -62,7 +62,7 @@ def fit(root, data, module=None, callbacks=(), **options):
         (True, 2, 3, 12, [1, 2]),
     ],
 )
-def test_one_collection_per_round(tmp_path, iterative, rounds, epochs, calls, expected):
+def test_fault_B68_one_collection_per_round(tmp_path, iterative, rounds, epochs, calls, expected):
     reward = CountingReward()
     data = make_data(reward, iterative=iterative, eval_items=None, batch_size=100)
     module = make_module(make_team(True), rounds=rounds, num_train_epochs=epochs)
@@ -85,7 +85,7 @@ def test_one_collection_per_round(tmp_path, iterative, rounds, epochs, calls, ex
     assert data.current_round == len(expected)
 
 
-def test_evaluation_and_sanity_checks_collect_nothing_twice(tmp_path):
+def test_fault_B68_evaluation_and_sanity_checks_collect_nothing_twice(tmp_path):
     reward = CountingReward()
     _, recorder = fit(tmp_path, make_data(reward), make_module(make_team(True), rounds=2), num_sanity_val_steps=2)
     # 2 rounds of 6 calls, an evaluation before the first update and one at the end.
@@ -201,7 +201,7 @@ def test_all_problems_are_named_at_once():
         PreferenceDataModule(ITEMS, text_reward, batch_size=0, num_turns=3, joint_mode="x")
 
 
-def test_one_candidate_is_enough_against_a_comparator(tmp_path):
+def test_fault_B24_one_candidate_is_enough_against_a_comparator(tmp_path):
     data = make_data(num_candidates=1)
     fit(tmp_path, data, make_module(make_team(True), rounds=2))
     assert 0 < data.rounds[0].collected_pairs <= 3
@@ -254,7 +254,7 @@ def test_bad_items(given, message):
         make_data(items=given)
 
 
-def test_bad_item_files(tmp_path):
+def test_fault_B83_bad_item_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"missing\.json"):
         load_items(tmp_path / "missing.json", "items")
     (tmp_path / "a.json").write_text('[{"prompt": "a"}')
@@ -290,14 +290,14 @@ def test_a_formatter_that_fails_names_agent_and_item(tmp_path):
         (lambda *c: None, r"got NoneType"),
     ],
 )
-def test_a_reward_that_fails_stops_the_run_with_its_words(tmp_path, reward, message):
+def test_fault_B41_a_reward_that_fails_stops_the_run_with_its_words(tmp_path, reward, message):
     with pytest.raises(OracleError, match=message):
         fit(tmp_path, make_data(reward, eval_items=None), make_module(make_team(True), rounds=1))
     assert not round_files(tmp_path / "replay")
 
 
 @pytest.mark.parametrize("convert", [torch.tensor, np.array, tuple, lambda s: [np.float32(v) for v in s]])
-def test_rewards_of_every_numeric_type_are_the_same(tmp_path, convert):
+def test_fault_B93_rewards_of_every_numeric_type_are_the_same(tmp_path, convert):
     fit(
         tmp_path / "a",
         make_data(lambda *c: convert(text_reward(*c)), eval_items=None),
@@ -307,7 +307,7 @@ def test_rewards_of_every_numeric_type_are_the_same(tmp_path, convert):
     assert round_files(tmp_path / "a" / "replay") == round_files(tmp_path / "b" / "replay")
 
 
-def test_scores_that_are_missing_are_counted_and_the_run_goes_on(tmp_path):
+def test_fault_B39_scores_that_are_missing_are_counted_and_the_run_goes_on(tmp_path):
     def reward(*completions):
         return [None if k % 2 else s for k, s in enumerate(text_reward(*completions))]
 
@@ -321,7 +321,7 @@ def test_scores_that_are_missing_are_counted_and_the_run_goes_on(tmp_path):
 # -- rounds without pairs ------------------------------------------------------------------------------------------
 
 
-def test_a_base_run_of_ties_ends_normally_and_says_so(tmp_path):
+def test_fault_B83_a_base_run_of_ties_ends_normally_and_says_so(tmp_path):
     team = make_team().load()
     before = weights_of(team)
     with pytest.warns(UserWarning, match="no task item gave a preference pair"):
@@ -337,7 +337,7 @@ EMPTY = [{1}, {2}, {4}, {3, 4}, {1, 4}, {1, 2, 3, 4}]
 
 
 @pytest.mark.parametrize(("empty", "epochs"), [*((empty, 1) for empty in EMPTY), ({1, 3}, 2), ({4}, 2)], ids=str)
-def test_rounds_without_pairs_are_passed_over_and_counted(tmp_path, empty, epochs):
+def test_fault_B83_rounds_without_pairs_are_passed_over_and_counted(tmp_path, empty, epochs):
     # Six reward calls a round: three items, two sides.
     reward = CountingReward(ties={6 * (number - 1) + call for number in empty for call in range(6)})
     data = make_data(reward, eval_items=None, comparator=HistoryComparator(1), batch_size=100)
@@ -364,7 +364,7 @@ def test_rounds_without_pairs_are_passed_over_and_counted(tmp_path, empty, epoch
 
 
 @pytest.mark.parametrize("replay", [LambdaDecayReplay(0.5), AllHistoryReplay(), NearestKReplay(1)])
-def test_with_history_replay_an_empty_round_trains_on_earlier_pairs(tmp_path, replay):
+def test_fault_B37_with_history_replay_an_empty_round_trains_on_earlier_pairs(tmp_path, replay):
     ties = set(range(6)) | set(range(12, 18))  # rounds 1 and 3
     data = make_data(CountingReward(ties), eval_items=None, replay=replay, batch_size=100)
     trainer, recorder = fit(tmp_path, data, make_module(make_team(True), rounds=3))
@@ -378,7 +378,7 @@ def test_with_history_replay_an_empty_round_trains_on_earlier_pairs(tmp_path, re
     assert recorder.events.count("batch") == 2
 
 
-def test_a_round_whose_pairs_are_all_the_same_tokens_is_passed_over(tmp_path):
+def test_fault_B14_B83_a_round_whose_pairs_are_all_the_same_tokens_is_passed_over(tmp_path):
     # A reward with moods: greedy agents say the same on both sides and get different scores.
     class Moody(CountingReward):
         def __call__(self, *completions):
@@ -471,7 +471,7 @@ def test_training_on_pair_files(tmp_path, collected):
         assert said == sorted(tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
 
 
-def test_bad_pair_files_are_found_before_a_model_is_loaded(tmp_path, collected):
+def test_fault_B89_bad_pair_files_are_found_before_a_model_is_loaded(tmp_path, collected):
     missing = str(tmp_path / "none.json")
     broken = tmp_path / "broken.json"
     broken.write_text(Path(collected[0]).read_text()[:-40])

@@ -246,48 +246,6 @@ def test_fault_B84_totals_grow_and_are_not_reset_by_logging(tmp_path):
     assert [float(row["env_step"]) for row in collected] == [24.0, 48.0, 72.0]
 
 
-class Improving:
-    """A reward whose evaluations give no score at first and then 1, 2, 3 …"""
-
-    def __init__(self, scoreless):
-        self.scoreless, self.evaluations = scoreless, 0
-
-    def __call__(self, *completions, prompts):
-        if prompts[0][0] not in "vwxyz":
-            return text_reward(*completions)
-        self.evaluations += 1
-        value = None if self.evaluations <= self.scoreless else float(self.evaluations - self.scoreless)
-        return [value] * len(completions[0])
-
-
-@pytest.mark.parametrize("scoreless", [1, 3])
-def test_fault_B38_B85_the_best_checkpoint_recovers_from_evaluations_without_score(tmp_path, scoreless):
-    saver = ModelCheckpoint(
-        tmp_path / "best",
-        monitor="eval/turn_1/reward_mean",
-        mode="max",
-        every_n_train_steps=1,
-        filename="{step}-{eval/turn_1/reward_mean:.1f}",
-        auto_insert_metric_name=False,
-    )
-    team = make_team(True)
-    evaluation = JointEvaluation(1)
-    trainer = make_trainer(tmp_path, [evaluation, saver], enable_checkpointing=True)
-    with pytest.warns(UserWarning, match="dropped"):
-        trainer.fit(make_module(team, 2), make_data(Improving(scoreless)))
-    steps = trainer.global_step
-    assert evaluation.results == [(step, step + 1.0 - scoreless) for step in range(scoreless, steps + 1)]
-    assert steps > 3
-    best = steps + 1 - scoreless  # evaluations: one before the first update and one after each
-    assert saver.best_model_score == best
-    assert saver.best_model_path == str(tmp_path / "best" / f"{steps}-{best:.1f}.ckpt")
-    assert [path.name for path in (tmp_path / "best").glob("*.ckpt")] == [f"{steps}-{best:.1f}.ckpt"]
-    state = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
-    assert all(
-        torch.equal(state[name], value) for name, value in make_module(team).state_dict().items() if name in state
-    )
-
-
 def test_fault_B85_a_checkpoint_in_a_sub_folder_finds_its_rounds(tmp_path):
     # What Lightning makes of a metric name with slashes when it inserts metric names.
     def run(name, data, **options):
@@ -445,22 +403,6 @@ def test_fault_B71_B72_clipping_bounds_what_the_optimizer_sees(tmp_path, eight_p
     )
     largest = [max(gradient.abs().max().item() for gradient in agent.values()) for agent in clipped]
     assert largest == pytest.approx([1e-3, 1e-3])
-
-
-def test_fault_B69_one_step_per_batch_whatever_the_number_of_agents(tmp_path):
-    spy = Spy()
-    saver = ModelCheckpoint(
-        tmp_path / "c", filename="{step}", every_n_train_steps=2, save_top_k=-1, auto_insert_metric_name=False
-    )
-    options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "enable_checkpointing": True, "max_steps": 5}
-    evaluation = JointEvaluation(2)
-    trainer = make_trainer(tmp_path, [spy, saver, evaluation], **options)
-    trainer.fit(make_module(make_team(num_agents=3), 3), make_data(batch_size=1))
-    assert trainer.global_step == len(spy.batches) == len(spy.gradients) == 5
-    assert sorted(path.name for path in (tmp_path / "c").glob("*.ckpt")) == ["2.ckpt", "4.ckpt"]
-    assert [int(row["step"]) for row in logged_rows(tmp_path) if "train/loss" in row] == [0, 1, 2, 3, 4]
-    assert [step for step, _ in evaluation.results] == [0, 2, 4, 5]
-    assert len(trainer.optimizers) == 1
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pbrl_lightning import CurrentComparator
 from pbrl_lightning.callbacks import AgentExport, CollectionProgress, JointEvaluation
 from pbrl_lightning.callbacks.collection_progress import rounds_table
 from pbrl_lightning.rounds import RoundRecord
-from runs import (
+from training_runs import (
     EVAL_ITEMS,
     SAMPLING,
     Recorder,
@@ -57,9 +57,7 @@ class Watcher(Callback):
 # -- evaluation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("interval", "steps"), [(1, list(range(9))), (3, [0, 3, 6, 8]), (16, [0, 8])]
-)
+@pytest.mark.parametrize(("interval", "steps"), [(1, list(range(9))), (3, [0, 3, 6, 8]), (16, [0, 8])])
 def test_when_evaluation_happens_and_what_it_says(tmp_path, interval, steps):
     evaluation, watcher = JointEvaluation(interval), Watcher()
     data = make_data(batch_size=1, pairs_per_sample=1, pair_selection="reward_gap")

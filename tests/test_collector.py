@@ -11,7 +11,7 @@ from pbrl_lightning.batches import Response, TeamSample
 from pbrl_lightning.comparators.base import Comparator
 from pbrl_lightning.preferences.collector import Collector
 from pbrl_lightning.preferences.oracle import Oracle
-from runs import SAMPLING, make_team, perturb, text_reward
+from training_runs import SAMPLING, make_team, perturb, text_reward
 
 ITEMS = [{"prompt": "ab"}, {"prompt": "c"}, {"prompt": "def"}]
 INDICES = [4, 0, 7]

@@ -5,15 +5,15 @@ import shutil
 
 import pytest
 import torch
-from helpers import live_tensor_bytes, save_model, tiny
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers import live_tensor_bytes, save_model, tiny
 from pbrl_lightning import CurrentComparator, CurrentCopyComparator, HistoryComparator, ModelComparator
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.callbacks import ComparatorHistory
 from pbrl_lightning.comparators.history import history_name
-from runs import (
+from training_runs import (
     ITEMS,
     SAMPLING,
     CountingReward,

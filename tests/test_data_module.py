@@ -23,7 +23,7 @@ from pbrl_lightning import (
 from pbrl_lightning.data_items import load_items
 from pbrl_lightning.preferences.oracle import OracleError
 from pbrl_lightning.preferences.round_files import ForeignReplayError, RoundFileError
-from runs import (
+from training_runs import (
     EVAL_ITEMS,
     ITEMS,
     SAMPLING,

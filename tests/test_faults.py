@@ -9,12 +9,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from helpers import save_model, tiny
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from helpers import save_model, tiny
 from pbrl_lightning import (
     AgentTeam,
     CurrentComparator,
@@ -30,7 +30,7 @@ from pbrl_lightning.callbacks import JointEvaluation
 from pbrl_lightning.preferences.pair_tokens import PairLoader, collate_rows, trainable_pairs
 from pbrl_lightning.preferences.round_files import write_round_file
 from pbrl_lightning.rounds import RoundCallback
-from runs import (
+from training_runs import (
     ITEMS,
     SAMPLING,
     CountingReward,

@@ -5,10 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import ARCHITECTURES, assert_close, count_layer_forwards, make_batch, tiny
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from helpers import ARCHITECTURES, assert_close, count_layer_forwards, make_batch, tiny
 from pbrl_lightning.agents.adapters import LoraOptions, adapter_active
 from pbrl_lightning.agents.loading import tiny_tokenizer
 from pbrl_lightning.agents.logprobs import scored_tokens, sequence_logps

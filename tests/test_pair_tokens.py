@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from helpers import save_model, tiny
 
+from helpers import save_model, tiny
 from pbrl_lightning import AgentTeam
 from pbrl_lightning.batches import PairTokens, PreferencePair, Response, TeamSample
 from pbrl_lightning.losses import madpo_losses
@@ -21,7 +21,7 @@ from pbrl_lightning.preferences.pair_tokens import (
     trainable_pairs,
 )
 from pbrl_lightning.preferences.round_files import read_round_file, write_round_file
-from runs import SAMPLING, make_team
+from training_runs import SAMPLING, make_team
 
 EOS = 1
 

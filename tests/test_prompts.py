@@ -3,9 +3,9 @@
 import warnings
 
 import pytest
-from helpers import tiny
 from tokenizers.processors import TemplateProcessing
 
+from helpers import tiny
 from pbrl_lightning.agents.loading import tiny_tokenizer
 from pbrl_lightning.agents.prompts import (
     ChatTemplate,

@@ -5,12 +5,12 @@ from contextlib import suppress
 
 import pytest
 import torch
-from helpers import save_model, tiny
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from helpers import save_model, tiny
 from pbrl_lightning import AgentTeam, CurrentComparator, HistoryComparator, LambdaDecayReplay, LoraOptions
 from pbrl_lightning.callbacks import ComparatorHistory
-from runs import (
+from training_runs import (
     EVAL_ITEMS,
     CountingReward,
     Recorder,

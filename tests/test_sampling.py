@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from helpers import ARCHITECTURES, assert_close, tiny
 from scipy.stats import chisquare
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from helpers import ARCHITECTURES, assert_close, tiny
 from pbrl_lightning.agents import sampling as sampling_module
 from pbrl_lightning.agents.adapters import LoraOptions
 from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, draw, filtered_distribution, sample_responses

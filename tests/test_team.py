@@ -7,11 +7,11 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from helpers import assert_close, make_batch, save_model, tiny
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, LlamaForCausalLM
 
+from helpers import assert_close, make_batch, save_model, tiny
 from pbrl_lightning.agents import loading
 from pbrl_lightning.agents.adapters import LoraOptions
 from pbrl_lightning.agents.loading import resolve_source, tiny_model, tiny_tokenizer, write_directory

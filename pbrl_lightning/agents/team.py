@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from pbrl_lightning.agents.forward import ContextPair
 from pbrl_lightning.agents.loading import expand_sources, vocabulary_of, warn_once, write_directory
 from pbrl_lightning.agents.logprobs import sequence_logps
 from pbrl_lightning.agents.prompts import encode_prompt, render_prompt, resolve_formatters
-from pbrl_lightning.agents.sampling import SamplingConfig, sample_responses
+from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_responses
 from pbrl_lightning.batches import Response, TaskItem, TeamSample, TokenBatch
 from pbrl_lightning.randomness import Stream, counted_uniforms
 
@@ -227,18 +228,7 @@ class AgentTeam(nn.Module):
             ]
             with self.active(agent):
                 sampled = sample_responses(self.model(agent), prompt_ids, uniforms, sampling, self.eos_ids(agent))
-            tokenizer = self.tokenizer(agent)
-            responses.append(
-                [
-                    {
-                        index: Response(
-                            str(tokenizer.decode(row.token_ids, skip_special_tokens=True)), row.token_ids, row.finished
-                        )
-                        for index, row in enumerate(rows)
-                    }
-                    for rows in sampled
-                ]
-            )
+            responses.append([dict(enumerate(map(partial(self._response, agent), rows))) for rows in sampled])
             prompts.append(texts)
             ids.append(prompt_ids)
         return [
@@ -250,6 +240,10 @@ class AgentTeam(nn.Module):
             )
             for row, item_index in enumerate(item_indices)
         ]
+
+    def _response(self, agent: int, row: SampledIds) -> Response:
+        text = str(self.tokenizer(agent).decode(row.token_ids, skip_special_tokens=True))
+        return Response(text, row.token_ids, row.finished)
 
     def response_logps(self, agent: int, batch: TokenBatch, score_last_token: bool = True) -> Tensor:
         """Summed log-probability of each row's response under one agent, nats, shape ``(R,)``; differentiable."""

@@ -1,4 +1,4 @@
-"""Writes the trained agents as directories that plain transformers or PEFT loads."""
+"""Writes what was trained as directories that plain transformers or PEFT loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing_extensions import override
 
 
 class AgentExport(L.Callback):
-    """Exports the team as ``agent_0``, ``agent_1`` … at the end of a run.
+    """Exports the team as ``agent_0``, ``agent_1`` …, and a reward model as ``reward_model``, at the end of a run.
 
     Args:
         dirpath: Where to; default ``export`` in the run's log directory.
@@ -23,10 +23,10 @@ class AgentExport(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             target = self.export(trainer, pl_module)
-            rank_zero_info(f"trained agents: {target}")
+            rank_zero_info(f"trained models: {target}")
 
     def export(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Path:
         """Writes the agents now; returns the directory."""
         target = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "export")
-        pl_module.team.save(target)  # type: ignore[union-attr,operator]
+        pl_module.export(target)  # type: ignore[operator]
         return target

@@ -14,11 +14,12 @@ from pbrl_lightning.rounds import log_to
 class JointEvaluation(L.Callback):
     """Scores one joint response of the current agents to each of a few held-out items with the task reward.
 
-    Before the first update, every ``interval`` updates, and at the end. Always the same items and random numbers, so
-    that differences come from the agents. It changes no training result.
+    Before the first update, every ``interval`` updates of the agents, and at the end. Always the same items and random
+    numbers, so that differences come from the agents. It changes no training result.
 
     Args:
-        interval: Updates between evaluations; 0 evaluates first and last only.
+        interval: Updates of the agents (a reward model's do not count) from one to the next; 0 evaluates first and
+            last only.
         num_samples: Evaluation items used.
     """
 
@@ -30,6 +31,7 @@ class JointEvaluation(L.Callback):
         self.interval = interval
         self.num_samples = num_samples
         self.results: list[tuple[int, float]] = []
+        self._updates: int | None = None
 
     @property
     @override
@@ -38,11 +40,12 @@ class JointEvaluation(L.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"results": [list(result) for result in self.results]}
+        return {"results": [list(result) for result in self.results], "updates": self._updates}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.results = [(step, value) for step, value in state_dict["results"]]
+        self._updates = state_dict["updates"]
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -53,7 +56,8 @@ class JointEvaluation(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.interval and trainer.global_step and trainer.global_step % self.interval == 0:
+        updates = pl_module.policy_updates
+        if self.interval and updates and updates % self.interval == 0:  # type: ignore[operator]
             mean = self._evaluate(trainer)
             if mean is not None:
                 # For ModelCheckpoint(monitor=…); the loggers have it already.
@@ -64,9 +68,11 @@ class JointEvaluation(L.Callback):
         self._evaluate(trainer)
 
     def _evaluate(self, trainer: L.Trainer) -> float | None:
-        """Mean reward, None if there is nothing to evaluate or it was done at this step."""
-        if self.results and self.results[-1][0] == trainer.global_step:
+        """Mean reward, None if there is nothing to evaluate or these agents were evaluated already."""
+        updates = trainer.lightning_module.policy_updates
+        if self._updates == updates:
             return None
+        self._updates = updates  # type: ignore[assignment]
         batch = trainer.datamodule.evaluate(self.num_samples)  # type: ignore[attr-defined]
         if batch is None:
             return None

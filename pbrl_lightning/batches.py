@@ -155,6 +155,61 @@ class PairBatch:
         )
 
 
+class RolloutBatch:
+    """``R = B * G`` sampled responses per agent to ``B`` items, with their advantages. Not a dataclass, as above.
+
+    Attributes:
+        agents: One batch of ``R`` rows per agent; the ``G`` responses of an item together.
+        advantages: Shape ``(N, R)``, float64; constants.
+        returns: Each agent's reward, the reference KL subtracted, shape ``(N, R)``, float64.
+        weights: Shape ``(R,)``; 0 for a response without a score and for items that only fill up a short rank.
+        loss_scale: What the weighted sum of losses is multiplied by, as in :class:`PairBatch`.
+        num_generations: ``G``.
+        rewards: The shared reward of each joint response, shape ``(R,)``, float64; 0 where there is none.
+        critic_rows: What each critic with a model of its own reads, else empty.
+        old_values: The critics' values when the rollout was sampled, shape ``(C, R)``, or None without critics.
+    """
+
+    def __init__(
+        self,
+        agents: list[TokenBatch],
+        advantages: Tensor,
+        returns: Tensor,
+        weights: Tensor,
+        loss_scale: float,
+        num_generations: int,
+        rewards: Tensor,
+        critic_rows: list[TokenBatch],
+        old_values: Tensor | None,
+    ) -> None:
+        self.agents = agents
+        self.advantages = advantages
+        self.returns = returns
+        self.weights = weights
+        self.loss_scale = loss_scale
+        self.num_generations = num_generations
+        self.rewards = rewards
+        self.critic_rows = critic_rows
+        self.old_values = old_values
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> RolloutBatch:
+        """The same responses on another device."""
+        return RolloutBatch(
+            [batch.to(device, **kwargs) for batch in self.agents],
+            self.advantages.to(device, **kwargs),
+            self.returns.to(device, **kwargs),
+            self.weights.to(device, **kwargs),
+            self.loss_scale,
+            self.num_generations,
+            self.rewards.to(device, **kwargs),
+            [batch.to(device, **kwargs) for batch in self.critic_rows],
+            None if self.old_values is None else self.old_values.to(device, **kwargs),
+        )
+
+
 class EvaluationBatch:
     """Scored joint responses of the current policies to held-out items. Not a dataclass, as :class:`PairBatch`.
 

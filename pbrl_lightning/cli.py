@@ -13,7 +13,7 @@ from typing_extensions import override
 
 import pbrl_lightning.callbacks  # noqa: F401  (short class names work for what is imported)
 from pbrl_lightning.data import PreferenceDataModule
-from pbrl_lightning.modules.base import TeamModule
+from pbrl_lightning.modules.base import LearnerModule
 
 
 class ConfigSaver(SaveConfigCallback):
@@ -31,7 +31,7 @@ class ConfigSaver(SaveConfigCallback):
 
 
 class PreferenceCLI(LightningCLI):
-    """LightningCLI for a team module (by class name) and the preference data module.
+    """LightningCLI for a module of this library (by class name) and the preference data module.
 
     Args:
         args: Replaces ``sys.argv[1:]``.
@@ -46,7 +46,7 @@ class PreferenceCLI(LightningCLI):
         for message in ("Found .* in eval mode", ".*does not have many workers", ".*LeafSpec", ".*args parameter is"):
             warnings.filterwarnings("ignore", message=message)
         super().__init__(
-            TeamModule,
+            LearnerModule,
             PreferenceDataModule,
             subclass_mode_model=True,
             seed_everything_default=False,  # every draw comes from `data.seed`

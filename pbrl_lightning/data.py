@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
-import time
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import lightning as L
@@ -16,30 +12,30 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.agents.sampling import SamplingConfig
-from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
 from pbrl_lightning.comparators.base import Comparator
-from pbrl_lightning.data_items import load_items
-from pbrl_lightning.data_options import validate_options
-from pbrl_lightning.distributed import from_rank_zero, gather_by_index
+from pbrl_lightning.data_items import load_items, resolve_file
+from pbrl_lightning.data_options import validate_options, validate_run
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
-from pbrl_lightning.preferences.collector import Collection, Collector
+from pbrl_lightning.modules.base import LearnerModule, TeamModule
+from pbrl_lightning.pair_source import PairSource, held_out_split
+from pbrl_lightning.preferences.collector import Collector
 from pbrl_lightning.preferences.oracle import Oracle
-from pbrl_lightning.preferences.pair_tokens import PairLoader, pairs_from_state, pairs_to_state, trainable_pairs
+from pbrl_lightning.preferences.pair_tokens import PairLoader, pairs_from_state, pairs_to_state
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
-from pbrl_lightning.preferences.round_files import RoundStore, read_pairs
-from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
+from pbrl_lightning.preferences.round_files import read_pairs
 from pbrl_lightning.preferences.selection import PairSelection
-from pbrl_lightning.randomness import counted_generator
+from pbrl_lightning.rollouts import RolloutLoader
 from pbrl_lightning.rounds import RoundRecord, RunProgress, completed_epochs, log_to, notify
 from pbrl_lightning.schedule import Position, RoundSchedule
 
 
 class PreferenceDataModule(L.LightningDataModule):
-    """Task items and a reward in, batches of preference pairs out.
+    """Task items and a reward in, batches of preference pairs and of rollouts out.
 
     At the first epoch of each round it samples joint responses of the module's team, scores them, writes the pairs
-    to a round file and lets replay choose the training pairs. The run is iterative if a comparator is given.
+    to a round file and lets replay choose the training pairs. In the epochs of a policy phase it samples rollouts. The
+    run is iterative if a comparator is given.
 
     Args:
         items: Task items: a list of dicts, a JSON or JSONL file, or a callable (also by import path).
@@ -55,8 +51,15 @@ class PreferenceDataModule(L.LightningDataModule):
         pair_selection: ``reward_gap``, ``random``, ``all`` or (iterative) ``comparator_reward``; default the first,
             iterative the last.
         sampling: How responses are sampled.
-        batch_size: Pairs per batch and process.
-        pairs: Round files to train on instead of collecting.
+        batch_size: Pairs per batch and process; default 2, for a reward model 1.
+        rollout_batch_size: Task items per rollout and process.
+        train_batch_size: Task items per policy update, batch and process; default the whole rollout.
+        pairs: Files of pairs to train on instead of collecting: round files, or JSONL
+            (:func:`pbrl_lightning.preferences.text_pairs.read_pair_lines`), also as ``package:NAME/FILE``.
+        val_fraction: Share of the task items in ``pairs`` that a reward model is not fitted to but measured on; default
+            0.1 for a JointRewardModule, the only one that takes it.
+        preference_scoring_reward: Who scores new comparisons: ``task``, or in iterative MARLHF ``reward_model``, the
+            last one fitted (the task reward until there is one).
         replay_dir: Where round files go; default ``replay`` in the run's log directory.
         seed: The run's seed: every draw is a function of it.
         max_concurrency: Most calls of an async reward at once.
@@ -81,8 +84,12 @@ class PreferenceDataModule(L.LightningDataModule):
         pairs_per_sample: int | Literal["default"] | None = "default",
         pair_selection: PairSelection | None = None,
         sampling: SamplingConfig | None = None,
-        batch_size: int = 2,
+        batch_size: int | None = None,
+        rollout_batch_size: int = 2,
+        train_batch_size: int | None = None,
         pairs: list[str] | None = None,
+        val_fraction: float | None = None,
+        preference_scoring_reward: Literal["task", "reward_model"] = "task",
         replay_dir: str | None = None,
         seed: int = 0,
         max_concurrency: int = 8,
@@ -101,11 +108,14 @@ class PreferenceDataModule(L.LightningDataModule):
         self.pairs_per_sample = pairs_per_sample
         self.sampling = sampling or SamplingConfig()
         self.batch_size = batch_size
-        self.pair_paths = pairs
+        self.rollout_batch_size = rollout_batch_size
+        self.train_batch_size = train_batch_size
+        self.pair_paths = None if pairs is None else [resolve_file(path) for path in pairs]
+        self.val_fraction = val_fraction
+        self.preference_scoring_reward = preference_scoring_reward
         self.seed = seed
         validate_options(
             self,
-            items=items,
             reward_func=reward_func,
             eval_items=eval_items,
             replay=replay,
@@ -123,21 +133,30 @@ class PreferenceDataModule(L.LightningDataModule):
             oracle = Oracle(reward_func, reward_processor, max_concurrency=max_concurrency)
             held_out = load_items(eval_items, "eval_items")
             self.evaluator = Evaluator(held_out, oracle, self.sampling, seed, eval_metrics)
-        self._replay_dir = Path(replay_dir) if replay_dir is not None else None
-        self._file_pairs: list[PreferencePair] = []
+        self._replay_dir = replay_dir
         self._limit_val_batches: int | float | None = None
         self._start_afresh()
 
     def _start_afresh(self) -> None:
         """The state of a run before its first round; a resumed run's is loaded over it."""
-        self.history_dir: Path | None = None
-        self.rounds: list[RoundRecord] = []
-        self._store: RoundStore | None = None
-        self._restored_store: dict[str, Any] | None = None
-        self._restored_dir: str | None = None
+        self._source = PairSource(self.replay, self._replay_dir)
         self._progress = RunProgress()
         self._pairs: list[PreferencePair] = []
         self._tokens: list[PairTokens] | None = None
+
+    @property
+    def rounds(self) -> list[RoundRecord]:
+        """What happened in the rounds so far."""
+        return self._source.records
+
+    @property
+    def history_dir(self) -> Path | None:
+        """Where the policy checkpoints of a HistoryComparator lie."""
+        return self._source.history_dir
+
+    @history_dir.setter
+    def history_dir(self, directory: Path | None) -> None:
+        self._source.history_dir = directory
 
     @property
     def iterative(self) -> bool:
@@ -156,22 +175,23 @@ class PreferenceDataModule(L.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        trainer = self._trainer
+        trainer, module = self._trainer, self._module
         if stage != "fit":
             return
         self._start_afresh()
-        if not self.items and self.pair_paths is None:
-            raise ValueError("`items` (with `reward_func`) or `pairs` must be given to fit")
-        if self.evaluator is None:
-            rank_zero_warn("no `eval_items` are given, so this run is not evaluated (never on the training items)")
-        if self.comparator is not None:
-            self.comparator.check(self._team.num_agents)
-        if self.pair_paths is not None:
-            self._file_pairs = read_pairs(self.pair_paths)
-        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-        # Evaluation is the JointEvaluation callback's; `teardown` lets this trainer validate again.
-        self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
+        validate_run(self, module)
         schedule = self._schedule
+        module.check()
+        if self.comparator is not None:
+            self.comparator.check(self._team_module.team.num_agents)
+        if self.pair_paths is not None:
+            read_pairs(self.pair_paths)  # errors before any model is loaded
+        if isinstance(module, TeamModule):
+            if self.evaluator is None:
+                rank_zero_warn("no `eval_items` are given, so this run is not evaluated (never on the training items)")
+            # Evaluation is the JointEvaluation callback's; `teardown` lets this trainer validate again.
+            self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         limit = trainer.fit_loop.max_epochs
         if limit is None or limit < 0 or limit > schedule.total_epochs:
             trainer.fit_loop.max_epochs = schedule.total_epochs
@@ -182,56 +202,91 @@ class PreferenceDataModule(L.LightningDataModule):
             self._trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
     @override
-    def train_dataloader(self) -> PairLoader:
-        trainer = self._trainer
-        epoch = completed_epochs(trainer)
-        position = self._prepare_round(epoch)
+    def train_dataloader(self) -> PairLoader | RolloutLoader:
+        position = self._prepare_round(completed_epochs(self._trainer))
+        if position is not None and position.phase == "policy":
+            return self._rollout_loader(position)
         if self._tokens is None:  # resumed inside a round
-            self._pairs, self._tokens = trainable_pairs(self._team, self._pairs)
+            self._pairs, self._tokens = self._module.encode_pairs(self._pairs)
+        pairs, tokens = (self._pairs, self._tokens) if position is not None else ([], [])
+        return self._pair_loader(pairs, tokens, position.epoch if position is not None else 0)
+
+    @override
+    def val_dataloader(self) -> EvaluationLoader | PairLoader | list[Any]:
+        module = self._module
+        if not isinstance(module, TeamModule):
+            pairs = self._file_pairs()
+            if self._trainer.state.fn == "fit":
+                pairs = held_out_split(pairs, self._held_out_fraction, self.seed)[1]
+            return self._pair_loader(*module.encode_pairs(pairs), epoch=0)
+        if self._trainer.state.fn == "fit":
+            return []
+        if self.evaluator is None:
+            raise ValueError("`eval_items` and `reward_func` must be given to validate")
+        return EvaluationLoader(self.evaluator, module.team, self.batch_size or module.pair_batch_size)
+
+    def _pair_loader(self, pairs: list[PreferencePair], tokens: list[PairTokens], epoch: int) -> PairLoader:
+        trainer, module = self._trainer, self._module
         return PairLoader(
-            self._team,
-            self._pairs if position is not None else [],
-            self._tokens if position is not None else [],
-            self.batch_size,
+            module.pair_pad_ids(),
+            pairs,
+            tokens,
+            self.batch_size or module.pair_batch_size,
             self.seed,
             self._progress.round,
-            position.epoch if position is not None else 0,
+            epoch,
             trainer.accumulate_grad_batches,
             trainer.global_rank,
             trainer.world_size,
         )
 
-    @override
-    def val_dataloader(self) -> EvaluationLoader | list[Any]:
-        if self._trainer.state.fn == "fit":
-            return []
-        if self.evaluator is None:
-            raise ValueError("`eval_items` and `reward_func` must be given to validate")
-        return EvaluationLoader(self.evaluator, self._team, self.batch_size)
+    def _rollout_loader(self, position: Position) -> RolloutLoader:
+        trainer, module = self._trainer, self._team_module
+        learner, learned = module.policy_stage, module.learned_reward
+        assert learner is not None  # its schedule has a policy phase
+        oracle = Oracle(learned.score_texts) if learned is not None else self.oracle
+        assert oracle is not None  # validate_run
+        items = self.items[:2] if trainer.fast_dev_run else self.items  # type: ignore[attr-defined]
+        policy_epochs = sum(epochs for phase, epochs in self._schedule.phases if phase == "policy")
+        return RolloutLoader(
+            learner,
+            module.team,
+            items,
+            oracle,
+            self.sampling,
+            self.rollout_batch_size,
+            self.train_batch_size or self.rollout_batch_size,
+            self.seed,
+            (position.round - 1) * policy_epochs + position.epoch,
+            trainer.accumulate_grad_batches,
+            trainer.global_rank,
+            trainer.world_size,
+            self._on_rollout,
+        )
+
+    def _on_rollout(self, num_responses: int, metrics: dict[str, float]) -> None:
+        self._progress.env_step += num_responses
+        log_to(self._trainer, {**metrics, "env_step": self._progress.env_step})
 
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
             "progress": asdict(self._progress),
-            "rounds": [asdict(record) for record in self.rounds],
-            # A run resumed inside a round opens its store at the next one only.
-            "store": self._store.state_dict() if self._store is not None else self._restored_store,
-            "replay_dir": str(self._store.directory) if self._store is not None else self._restored_dir,
             "pairs": pairs_to_state(self._pairs),
+            **self._source.state_dict(),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._progress = RunProgress(**state_dict["progress"])
-        self.rounds = [RoundRecord(**record) for record in state_dict["rounds"]]
         self._pairs, self._tokens = pairs_from_state(state_dict["pairs"]), None
-        self._restored_store, self._restored_dir = state_dict["store"], state_dict["replay_dir"]
+        self._source.load_state_dict(state_dict)
 
     def evaluate(self, num_samples: int) -> EvaluationBatch | None:
         """One joint response of the current agents to each of the first evaluation items; None without any."""
         if self.evaluator is None:
             return None
-        return self.evaluator.evaluate(self._team, list(range(min(num_samples, len(self.evaluator.items)))))
+        return self.evaluator.evaluate(self._team_module.team, list(range(min(num_samples, len(self.evaluator.items)))))
 
     def finish(self) -> None:
         """Ends the last round, if all of its epochs are over."""
@@ -249,12 +304,20 @@ class PreferenceDataModule(L.LightningDataModule):
         return self.trainer
 
     @property
-    def _team(self) -> AgentTeam:
-        return self._trainer.lightning_module.team  # type: ignore[return-value]
+    def _module(self) -> LearnerModule:
+        module = self._trainer.lightning_module
+        if not isinstance(module, LearnerModule):
+            raise TypeError(f"a PreferenceDataModule feeds the modules of this library, got {type(module).__name__}")
+        return module
+
+    @property
+    def _team_module(self) -> TeamModule:
+        assert isinstance(self._module, TeamModule)  # what needs a team is asked for by the modules that have one
+        return self._module
 
     @property
     def _schedule(self) -> RoundSchedule:
-        return self._trainer.lightning_module.make_schedule(self.iterative)  # type: ignore[operator]
+        return self._module.make_schedule(self.iterative)
 
     def _prepare_round(self, epoch: int) -> Position | None:
         """Brings the state to the round of this epoch; passes over rounds that have nothing to train on."""
@@ -275,63 +338,47 @@ class PreferenceDataModule(L.LightningDataModule):
                 return None
             progress.round = position.round
             self._pairs, self._tokens = self._begin_round(position.round)
-            if self._pairs:
+            if self._pairs or not self._module.collects_pairs:
+                self._module.begin_round(position.round)
+                progress.fitted |= self._module.collects_pairs
                 return position
             rank_zero_info(f"round {position.round} has no pairs to train on and passes without an update")
             progress.skipped_rounds += 1
 
     def _begin_round(self, round_number: int) -> tuple[list[PreferencePair], list[PairTokens]]:
-        """Collects a round, writes its file, and lets replay choose; returns the training pairs and their tokens."""
-        trainer = self._trainer
-        if self.pair_paths is None:
-            # A foreign directory is found before anything is sampled. Not in `setup`: whether the run is a resumed one
-            # (Lightning sets `ckpt_path` later) and which directory is its own are not known there.
-            self._open_store()
+        """Collects or reads a round's pairs; returns those to train on and their tokens."""
+        trainer, module = self._trainer, self._module
+        if self.pair_paths is not None or not module.collects_pairs:
+            notify(trainer, "on_round_start", round_number)
+            pairs = self._file_pairs() if module.collects_pairs else []
+            return module.encode_pairs(held_out_split(pairs, self._held_out_fraction, self.seed)[0])
+        self._source.open(trainer)
         notify(trainer, "on_round_start", round_number)
-        if self.pair_paths is not None:
-            return trainable_pairs(self._team, self._file_pairs)
-        started = time.monotonic()
-        collected = self._collect(round_number)
-        seconds = time.monotonic() - started
-        store = self._open_store()
-        if trainer.is_global_zero:
-            entry = store.write(round_number, collected.pairs)
-            for directory in {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}:
-                if directory is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                    mirror_round(store.directory, entry, Path(directory))
-        if trainer.world_size > 1:
-            store.load_state_dict(from_rank_zero(store.state_dict()))
+        collected = self._source.collect(trainer, self._collector(), self.items, round_number)
         self._progress.env_step += collected.num_responses
         self._progress.total_pairs += len(collected.pairs)
-        pairs, tokens = trainable_pairs(self._team, self._select(round_number, collected.pairs))
-        record = RoundRecord(
-            round=round_number,
-            collected_pairs=len(collected.pairs),
-            train_pairs=len(pairs),
-            reward_mean=fmean(collected.actor_rewards) if collected.actor_rewards else None,
-            comparator_reward_mean=fmean(collected.comparator_rewards) if collected.comparator_rewards else None,
-            first_step=trainer.global_step,
-            seconds=seconds,
-            tokens_per_second=collected.num_tokens / max(seconds, 1e-9),
-        )
-        self.rounds.append(record)
+        chosen = self._source.select(self.seed, round_number, collected.pairs, self.iterative)
+        pairs, tokens = module.encode_pairs(chosen)
+        record = self.rounds[-1]
+        record.train_pairs = len(pairs)
         self._log(record)
         notify(trainer, "on_round_collected", record)
         return pairs, tokens
 
-    def _select(self, round_number: int, collected: list[PreferencePair]) -> list[PreferencePair]:
-        store = self._open_store()
-        counts = [(entry.iteration, entry.num_pairs) for entry in store.entries]
-        chosen = self.replay.select(counts, round_number, counted_generator(self.seed, "replay", round_number))
-        if isinstance(self.replay, CurrentReplay) and not self.iterative:
-            return collected  # with the token ids as sampled, which round files do not hold
-        return store.fetch(chosen)
+    def _file_pairs(self) -> list[PreferencePair]:
+        return read_pairs(self.pair_paths or [], self._module.render_chat)
 
-    def _collect(self, round_number: int) -> Collection:
-        trainer = self._trainer
-        assert self.oracle is not None  # validate_options
-        collector = Collector(
-            self.oracle,
+    @property
+    def _held_out_fraction(self) -> float:
+        return self._module.val_fraction if self.val_fraction is None else self.val_fraction
+
+    def _collector(self) -> Collector:
+        oracle, learned = self.oracle, self._module.learned_reward
+        if self.preference_scoring_reward == "reward_model" and self._progress.fitted and learned is not None:
+            oracle = Oracle(learned.score_texts)
+        assert oracle is not None  # validate_run
+        return Collector(
+            oracle,
             self.sampling,
             self.num_candidates,
             self.pair_selection,
@@ -339,55 +386,21 @@ class PreferenceDataModule(L.LightningDataModule):
             self.seed,
             self.comparator,
         )
-        count = min(len(self.items), 2) if trainer.fast_dev_run else len(self.items)  # type: ignore[attr-defined]
-        own = list(range(trainer.global_rank, count, trainer.world_size))
-        total, done = collector.sampling_passes() * len(own), 0
-
-        def progress(items: int) -> None:
-            nonlocal done
-            done += items
-            notify(trainer, "on_collection_progress", done, total)
-
-        items = [self.items[index] for index in own]
-        parts = collector.collect(self._team, items, own, round_number, history=self.history_dir, progress=progress)
-        collected = Collection()
-        for part in gather_by_index(dict(zip(own, parts, strict=True))):
-            collected.extend(part)
-        return collected
 
     def _end_round(self) -> None:
         if self._progress.ended_round < self._progress.round:
             self._progress.ended_round = self._progress.round
             notify(self._trainer, "on_round_end", self._progress.round)
 
-    def _open_store(self) -> RoundStore:
-        if self._store is None:
-            restored = self._restored_store
-            store = RoundStore(directory := self._store_directory())
-            run_id = restored["run_id"] if restored is not None else from_rank_zero(uuid.uuid4().hex)
-            if restored is not None:
-                store.load_state_dict(restored)
-            if self._trainer.is_global_zero:
-                store.open(run_id)
-                if restored is not None and self._trainer.ckpt_path is not None:
-                    restore_rounds(directory, store.entries, Path(self._trainer.ckpt_path).parent)
-            self._store = store
-        return self._store
-
-    def _store_directory(self) -> Path:
-        trainer = self._trainer
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._scratch = tempfile.TemporaryDirectory(prefix="pbrl_")  # a trial claims no directory
-            return Path(self._scratch.name)
-        if self._replay_dir is None and self._restored_dir is not None:
-            return Path(self._restored_dir)
-        return self._replay_dir or Path(trainer.log_dir or trainer.default_root_dir) / "replay"
-
     def _log(self, record: RoundRecord) -> None:
         metrics = record.metrics()
         metrics["iter/total_preference_pairs"] = self._progress.total_pairs
         metrics["env_step"] = self._progress.env_step
         metrics["collect/dropped_candidates"] = self.oracle.num_dropped if self.oracle is not None else 0
+        counts = self._team_module.team.counts
         for name in ("truncated_prompts", "truncated_responses", "identical_pairs"):
-            metrics[f"collect/{name}"] = self._team.counts.get(name, 0)
+            metrics[f"collect/{name}"] = counts.get(name, 0)
+        if (learned := self._module.learned_reward) is not None:
+            metrics["collect/identical_pairs"] += learned.counts.get("identical_pairs", 0)
+            metrics["reward/truncated_joint_texts"] = learned.counts.get("truncated_joint_texts", 0)
         log_to(self._trainer, metrics)

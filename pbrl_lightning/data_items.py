@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pbrl_lightning.batches import TaskItem
-from pbrl_lightning.importing import import_object
+from pbrl_lightning.importing import import_object, package_file
 
 Items = str | Iterable[TaskItem] | Callable[[], Iterable[TaskItem]]
 
@@ -46,6 +46,11 @@ def load_items(given: Any, name: str) -> list[TaskItem]:
                 f"{where} must be a list of dicts, but item {index} is {type(item).__name__}: {item!r:.80}"
             )
     return items
+
+
+def resolve_file(path: str | Path) -> str | Path:
+    """A path as it is, or the file that ``package:NAME/FILE`` stands for."""
+    return package_file(path) if isinstance(path, str) and path.startswith("package:") else path
 
 
 def _read(path: Path) -> Any:

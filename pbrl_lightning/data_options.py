@@ -9,12 +9,12 @@ from pbrl_lightning.preferences.selection import validate_selection
 
 if TYPE_CHECKING:
     from pbrl_lightning.data import PreferenceDataModule
+    from pbrl_lightning.modules.base import LearnerModule
 
 
 def validate_options(
     data: PreferenceDataModule,
     *,
-    items: Any,
     reward_func: Any,
     eval_items: Any,
     replay: ReplayBuffer | None,
@@ -26,9 +26,7 @@ def validate_options(
     from_files, iterative = data.pair_paths is not None, data.comparator is not None
     old_rounds = replay is not None and not isinstance(replay, CurrentReplay)
     checks = [
-        (items is not None and reward_func is None, "`reward_func` must be given with `items`"),
         (eval_items is not None and reward_func is None, "`reward_func` must be given with `eval_items`"),
-        (items is not None and from_files, "`items` and `pairs` exclude each other: collect pairs, or train on files"),
         (
             from_files and (iterative or replay is not None),
             "`pairs` trains on files alone and takes neither `comparator` nor `replay`",
@@ -45,14 +43,66 @@ def validate_options(
             not iterative and not from_files and data.num_candidates < 2,
             "`num_candidates` must be >= 2 without a comparator: one candidate makes no pair",
         ),
-        (data.batch_size < 1, f"`batch_size` must be >= 1, got {data.batch_size}"),
+        (
+            data.val_fraction is not None and not 0 <= data.val_fraction < 1,
+            f"`val_fraction` must be in [0, 1), got {data.val_fraction}",
+        ),
+        (
+            data.preference_scoring_reward not in ("task", "reward_model"),
+            f"`preference_scoring_reward` must be 'task' or 'reward_model', got {data.preference_scoring_reward!r}",
+        ),
         (num_turns != 1, f"`num_turns` must be 1 (single turn), got {num_turns}"),
         (joint_mode != "aligned", f"`joint_mode` must be 'aligned', got {joint_mode!r}"),
     ]
-    problems = [message for wrong, message in checks if wrong]
+    sizes = {name: getattr(data, name) for name in ("batch_size", "rollout_batch_size", "train_batch_size")}
+    problems = [f"`{name}` must be >= 1, got {size}" for name, size in sizes.items() if size is not None and size < 1]
+    problems += [message for wrong, message in checks if wrong]
+    if data.train_batch_size is not None and data.train_batch_size > data.rollout_batch_size:
+        problems.append(
+            f"`train_batch_size` must be at most `rollout_batch_size` ({data.rollout_batch_size}), "
+            f"got {data.train_batch_size}"
+        )
     try:
         validate_selection(data.pair_selection, data.pairs_per_sample, data.iterative)
     except ValueError as error:
         problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def validate_run(data: PreferenceDataModule, module: LearnerModule) -> None:
+    """Raises a ValueError that names everything that a module needs of a data module or cannot use."""
+    name, has_items, from_files = type(module).__name__, bool(data.items), data.pair_paths is not None
+    has_policy, learns = module.policy_stage is not None, module.learned_reward is not None
+    pairs_only = module.collects_pairs and not has_policy and data.pair_paths is not None
+    collects = module.collects_pairs and not from_files
+    fits_alone = module.val_fraction > 0
+    checks = [
+        (fits_alone and not from_files, f"`pairs` must be given to fit a {name}, which has no team to collect with"),
+        (
+            not fits_alone and not has_items and not from_files,
+            "`items` (with `reward_func`) or `pairs` must be given to fit",
+        ),
+        (from_files and not module.collects_pairs, f"a {name} learns from rollouts and takes no `pairs`"),
+        (
+            has_items and pairs_only,
+            f"`items` and `pairs` exclude each other for a {name}: collect pairs, or train on files",
+        ),
+        (has_policy and not has_items and from_files, f"a {name} needs `items` for its policy stage besides `pairs`"),
+        (
+            has_items and data.oracle is None and ((collects and not fits_alone) or (has_policy and not learns)),
+            "`reward_func` must be given with `items`",
+        ),
+        (
+            data.val_fraction is not None and not fits_alone,
+            f"`val_fraction` is a JointRewardModule's; a {name} fits on all of the round's pairs",
+        ),
+        (
+            data.preference_scoring_reward == "reward_model"
+            and not (data.comparator is not None and module.collects_pairs and learns),
+            "`preference_scoring_reward: reward_model` needs a MARLHFModule and a `comparator` (an iterative run)",
+        ),
+    ]
+    problems = [message for wrong, message in checks if wrong]
     if problems:
         raise ValueError("; ".join(problems))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -95,3 +97,19 @@ def _submodules(owner: object) -> list[str]:
 def _hint(wanted: str, available: Iterable[str]) -> str:
     near = difflib.get_close_matches(wanted, list(available))
     return f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
+
+
+def package_file(name: str) -> Path:
+    """The file that ``package:NAME/FILE`` stands for.
+
+    Raises:
+        FileNotFoundError: If the package is not installed or has no such file.
+    """
+    package, _, file = name.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(f"the package {package!r} is not installed ({name!r})")
+    path = Path(spec.submodule_search_locations[0]) / file
+    if not path.exists():
+        raise FileNotFoundError(f"the package {package!r} holds no file {file!r}")
+    return path

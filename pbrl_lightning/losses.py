@@ -90,6 +90,99 @@ def madpo_loss(winner_logps: Tensor, loser_logps: Tensor, beta: float = 0.1) -> 
     return madpo_losses(winner_logps, loser_logps, beta).mean()
 
 
+def policy_gradient_losses(logps: Tensor, advantages: Tensor) -> Tensor:
+    """REINFORCE on whole responses: ``-sum_i A_i * log pi_i(response_i | h_i)``.
+
+    Williams 1992; with a group's mean as baseline MAGRPO (arXiv 2508.04652).
+
+    Each agent's gradient flows through its own log-probability only, so the sum over agents gives every agent the
+    gradient of its own loss.
+
+    Args:
+        logps: Summed log-probabilities of the responses, shape ``(N, R)``, nats.
+        advantages: Shape ``(N, R)``; constants.
+
+    Returns:
+        Shape ``(R,)``.
+
+    Raises:
+        ValueError: If the shapes differ.
+
+    Example:
+        >>> policy_gradient_losses(torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -1.0]]))
+        tensor([ 1., -2.])
+    """
+    if logps.shape != advantages.shape or logps.ndim != 2:
+        raise ValueError(
+            "`logps` and `advantages` must have one shape (N, R), "
+            f"got {tuple(logps.shape)} and {tuple(advantages.shape)}"
+        )
+    return -(advantages.detach() * logps).sum(0)
+
+
+def value_losses(
+    values: Tensor, returns: Tensor, old_values: Tensor | None = None, clip_range: float | None = None
+) -> Tensor:
+    """Squared error of a critic, clipped where asked for: ``max((V - R)^2, (V_clip - R)^2)``.
+
+    ``V_clip = V_old + clamp(V - V_old, -c, c)``  (PPO's value clipping, Schulman et al. 2017).
+
+    Args:
+        values: Any shape, differentiable.
+        returns: The same shape; constants.
+        old_values: The critic's values at the rollout, the same shape; needed with ``clip_range``.
+        clip_range: ``c``; None clips nothing.
+
+    Returns:
+        The same shape.
+
+    Raises:
+        ValueError: If the shapes differ, or ``old_values`` lacks.
+
+    Example:
+        >>> value_losses(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), clip_range=0.2)  # V_clip = 1.8
+        tensor([3.2400])
+    """
+    for name, other in (("returns", returns), ("old_values", old_values)):
+        if other is not None and other.shape != values.shape:
+            raise ValueError(
+                f"`{name}` must have the shape of `values`, {tuple(values.shape)}, got {tuple(other.shape)}"
+            )
+    losses = (values - returns.detach()).square()
+    if clip_range is None:
+        return losses
+    if old_values is None:
+        raise ValueError("`old_values` must be given with `clip_range`")
+    old_values = old_values.detach()
+    clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    return torch.maximum(losses, (clipped - returns.detach()).square())
+
+
+def k3_kl(logps: Tensor, reference_logps: Tensor) -> Tensor:
+    """Sampled estimate of KL(policy || reference) of each token: ``exp(d) - d - 1`` with ``d = log ref - log pi``.
+
+    Unbiased for tokens drawn from the policy, and never negative (Schulman, "Approximating KL divergence", k3). In the
+    exponent ``d`` is clamped to :data:`KL_EXPONENT_LIMIT`, so that it stays finite.
+
+    Args:
+        logps: Log-probabilities of sampled tokens under the policy, any shape, nats.
+        reference_logps: The same under the reference.
+
+    Returns:
+        Nats, the same shape.
+
+    Example:
+        >>> k3_kl(torch.tensor([-1.0, -120.0]), torch.tensor([-1.0, -1.0])).isfinite()
+        tensor([True, True])
+    """
+    difference = reference_logps - logps
+    return difference.clamp(max=KL_EXPONENT_LIMIT).expm1() - difference
+
+
+KL_EXPONENT_LIMIT = 20.0
+"""Largest difference of log-probabilities that :func:`k3_kl` exponentiates."""
+
+
 def require_finite(loss: Tensor, quantities: dict[str, Tensor], where: str) -> None:
     """Stops a step before a non-finite loss reaches the weights.
 

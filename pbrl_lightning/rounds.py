@@ -58,6 +58,7 @@ class RunProgress:
     skipped_rounds: int = 0
     env_step: int = 0
     total_pairs: int = 0
+    fitted: bool = False
 
 
 RoundHook = Literal["on_round_start", "on_collection_progress", "on_round_collected", "on_round_end"]

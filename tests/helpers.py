@@ -17,6 +17,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pbrl_lightning.agents.loading import tiny_model, tiny_tokenizer
+from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
 
 VOCABULARY = 259
@@ -119,3 +120,8 @@ def live_tensor_bytes() -> int:
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def pad_ids(team: AgentTeam) -> list[int]:
+    """What fills up the rows of a team's pairs, per agent."""
+    return [team.tokenizer(agent).pad_token_id or 0 for agent in range(team.num_agents)]

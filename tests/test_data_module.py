@@ -16,6 +16,7 @@ from pbrl_lightning import (
     CurrentReplay,
     HistoryComparator,
     LambdaDecayReplay,
+    MADPOModule,
     NearestKReplay,
     PreferenceDataModule,
     SamplingConfig,
@@ -137,7 +138,8 @@ def test_defaults_of_base_and_iterative_runs():
         4,
         "comparator_reward",
     )
-    assert base.batch_size == iterative.batch_size == 2
+    assert base.batch_size is iterative.batch_size is None  # the module's: 2 pairs for MADPO
+    assert MADPOModule.pair_batch_size == 2
     assert isinstance(base.replay, CurrentReplay)
     assert base.sampling == SamplingConfig(0.6, 0.6, 50, 256)
     module = make_module()
@@ -170,8 +172,6 @@ def test_rounds_without_a_comparator_are_an_error_before_anything_is_loaded(tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"items": ITEMS}, "`reward_func` must be given"),
-        ({"items": ITEMS, "reward_func": text_reward, "pairs": ["x.json"]}, "`items` and `pairs` exclude"),
         ({"pairs": ["x.json"], "comparator": CurrentComparator()}, "neither `comparator` nor `replay`"),
         ({"pairs": ["x.json"], "replay": CurrentReplay()}, "neither `comparator` nor `replay`"),
         ({"pairs": ["x.json"], "eval_items": EVAL_ITEMS}, "`reward_func` must be given with `eval_items`"),
@@ -194,6 +194,25 @@ def test_rounds_without_a_comparator_are_an_error_before_anything_is_loaded(tmp_
 def test_options_that_do_not_fit(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         PreferenceDataModule(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"items": ITEMS}, "`reward_func` must be given"),
+        ({"items": ITEMS, "reward_func": text_reward, "pairs": ["x.json"]}, "`items` and `pairs` exclude"),
+        ({"pairs": ["x.json"], "val_fraction": 0.5}, "`val_fraction` is a JointRewardModule's"),
+        (
+            {"items": ITEMS, "reward_func": text_reward, "preference_scoring_reward": "reward_model"},
+            "needs a MARLHFModule and a `comparator`",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_the_module_are_found_before_it_is_loaded(tmp_path, options, message):
+    team = make_team()
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, PreferenceDataModule(**options), make_module(team))
+    assert not team.is_loaded
 
 
 def test_all_problems_are_named_at_once():

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from helpers import save_model, tiny
+from helpers import pad_ids, save_model, tiny
 from pbrl_lightning import (
     AgentTeam,
     CurrentComparator,
@@ -106,7 +106,7 @@ def test_fault_B05_a_merge_across_the_border_changes_neither_ids_nor_mask():
     assert tokenizer("a.ba", add_special_tokens=False)["input_ids"] == [2, 5, 2]
     team = AgentTeam([tiny("llama")], tokenizers=tokenizer).load()
     kept, tokens = trainable_pairs(team, [text_pair(["a."], ["ba"], ["b"]), text_pair(["a"], ["a"], ["a.ba"])])
-    for batch in PairLoader(team, kept, tokens, 1, 0):
+    for batch in PairLoader(pad_ids(team), kept, tokens, 1, 0):
         (table,) = batch.agents
         for side, ids in enumerate(table.input_ids):
             prompt, winner, loser = next(
@@ -170,7 +170,7 @@ def test_fault_B12_short_and_long_pairs_together_leave_no_response_empty(tmp_pat
     ]
     with pytest.warns(UserWarning, match="cut on the left"):
         kept, tokens = trainable_pairs(team, pairs)
-    (batch,) = PairLoader(team, kept, tokens, 3, 0)
+    (batch,) = PairLoader(pad_ids(team), kept, tokens, 3, 0)
     assert sorted(batch.agents[0].response_mask.sum(1).tolist()) == [3, 3, 20, 20, 28, 28]
     assert batch.agents[0].input_ids.shape[1] <= 32
     assert torch.isfinite(team.response_logps(0, batch.agents[0], True)).all()

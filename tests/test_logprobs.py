@@ -11,12 +11,16 @@ from torch import nn
 from helpers import ARCHITECTURES, assert_close, count_layer_forwards, make_batch, tiny
 from pbrl_lightning.agents.adapters import LoraOptions, adapter_active
 from pbrl_lightning.agents.loading import tiny_tokenizer
-from pbrl_lightning.agents.logprobs import scored_tokens, sequence_logps
+from pbrl_lightning.agents.logprobs import response_logps, scored_tokens
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
 
 PROMPTS = [[0, 40], [0, *range(60, 110)], [5], [0, 7, 99]]
 RESPONSES = [[9, 200, 1], [30, 31], [44, 45, 46, 47, 48, 49, 1], [1]]
+
+
+def sequence_logps(model, batch, **options):
+    return response_logps(model, batch, **options).sums
 
 
 def plain_contexts():
@@ -275,7 +279,7 @@ def test_adapters_on_the_head_are_recomputed_with_their_own_weights(monkeypatch)
     """Logits in several chunks are computed again in the backward, after the other agent's forward."""
     gradients = []
     for budget in (2**25, 300):
-        monkeypatch.setattr("pbrl_lightning.agents.team.sequence_logps", with_budget(budget))
+        monkeypatch.setattr("pbrl_lightning.agents.team.response_logps", with_budget(budget))
         gradients.append(joint_gradients(lora_team(tiny("llama"), False, target_modules=["lm_head", "q_proj"])))
     for plain, chunked in zip(*gradients, strict=True):
         assert any("lm_head" in name for name in plain)
@@ -285,7 +289,7 @@ def test_adapters_on_the_head_are_recomputed_with_their_own_weights(monkeypatch)
 
 
 def with_budget(budget: int):
-    return lambda *args, **options: sequence_logps(*args, **options, logit_budget=budget)
+    return lambda *args, **options: response_logps(*args, **options, logit_budget=budget)
 
 
 def test_an_adapter_scores_as_plain_peft_does():

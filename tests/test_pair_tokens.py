@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from helpers import save_model, tiny
+from helpers import pad_ids, save_model, tiny
 from pbrl_lightning import AgentTeam
 from pbrl_lightning.batches import PairTokens, PreferencePair, Response, TeamSample
 from pbrl_lightning.losses import madpo_losses
@@ -46,7 +46,7 @@ def numbered_pairs(count):
 
 
 def loader(team, count, batch_size=2, **options):
-    return PairLoader(team, *numbered_pairs(count), batch_size, **{"seed": 0, **options})
+    return PairLoader(pad_ids(team), *numbered_pairs(count), batch_size, **{"seed": 0, **options})
 
 
 def order_of(batches):
@@ -194,7 +194,7 @@ def test_fault_B08_B10_base_runs_train_on_the_sampled_ids_with_one_eos(team):
     kept, tokens = trainable_pairs(team, pairs)
     said = {tuple(map(tuple, row)) for row in Sampled.SAID}
     rows = 0
-    for batch in PairLoader(team, kept, tokens, 1, 0):
+    for batch in PairLoader(pad_ids(team), kept, tokens, 1, 0):
         for row in range(2):
             response = tuple(tuple(agent.input_ids[row][agent.response_mask[row]].tolist()) for agent in batch.agents)
             assert response in said
@@ -243,10 +243,10 @@ def test_fault_B01_pad_equal_to_eos_is_no_matter(team):
     tokenizer = team.tokenizer(0)
     pad = tokenizer.pad_token
     pairs, tokens = trainable_pairs(team, collected(team))
-    plain = list(PairLoader(team, pairs, tokens, 4, 0))
+    plain = list(PairLoader(pad_ids(team), pairs, tokens, 4, 0))
     tokenizer.pad_token = tokenizer.eos_token
     try:
-        padded = list(PairLoader(team, pairs, tokens, 4, 0))
+        padded = list(PairLoader(pad_ids(team), pairs, tokens, 4, 0))
     finally:
         tokenizer.pad_token = pad
     for agent, other in zip(plain[0].agents, padded[0].agents, strict=True):
@@ -286,7 +286,7 @@ def test_fault_B12_B13_a_response_longer_than_the_context_is_cut_counted_and_fin
     assert short.counts["truncated_responses"] == (winner > 23) + (loser > 23)
     assert (len(tokens[0].winner[0]), len(tokens[0].loser[0])) == (min(winner, 23), min(loser, 23))
     assert len(tokens[0].prompts[0]) == 1
-    (batch,) = PairLoader(short, kept, tokens, 1, 0)
+    (batch,) = PairLoader(pad_ids(short), kept, tokens, 1, 0)
     logps = short.response_logps(0, batch.agents[0], True)
     loss = madpo_losses(logps[None, :1], logps[None, 1:], 0.1)
     assert torch.isfinite(loss).all()

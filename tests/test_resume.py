@@ -315,7 +315,7 @@ def test_fault_B79_a_checkpoint_of_other_weights_is_refused(tmp_path, lora):
         start(tmp_path, "run", lora, checkpoint=path)
     checkpoint["state_dict"][name] = checkpoint["state_dict"]["other"] = value
     torch.save(checkpoint, path)
-    with pytest.raises(KeyError, match="has 1 weights that this team lacks, such as 'other'"):
+    with pytest.raises(KeyError, match="has 1 weights that this run lacks, such as 'other'"):
         start(tmp_path, "run", lora, checkpoint=path)
 
 

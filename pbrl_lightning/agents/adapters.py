@@ -111,8 +111,8 @@ def adapter_parameters(peft_model: nn.Module, name: str) -> dict[str, nn.Paramet
 
 
 @contextmanager
-def adapter_active(model: nn.Module, name: str) -> Iterator[None]:
-    """Makes one adapter the active one inside; touches neither ``requires_grad`` nor anything else.
+def adapter_active(model: nn.Module, name: str | None) -> Iterator[None]:
+    """Makes one adapter, or none, the active one inside; touches neither ``requires_grad`` nor anything else.
 
     PEFT's own ``set_adapter`` turns gradients off for all other adapters, which would silently leave all but the
     last agent untrained.
@@ -121,12 +121,23 @@ def adapter_active(model: nn.Module, name: str) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
     earlier = [layer._active_adapter for layer in layers]
     for layer in layers:
-        layer._active_adapter = [name]
+        layer._active_adapter = [] if name is None else [name]
     try:
         yield
     finally:
         for layer, adapter in zip(layers, earlier, strict=True):
             layer._active_adapter = adapter
+
+
+def merge_adapter(model: nn.Module, name: str) -> None:
+    """Adds one adapter to the weights below it and takes all adapters away, in place."""
+    for parent in list(model.modules()):
+        for child_name, child in list(parent.named_children()):
+            if not isinstance(child, BaseTunerLayer):
+                continue
+            if name in getattr(child, "lora_A", ()) or name in getattr(child, "lora_embedding_A", ()):
+                child.merge(adapter_names=[name])
+            setattr(parent, child_name, child.get_base_layer())
 
 
 def save_adapter(peft_model: PeftModel, name: str, directory: Path) -> None:

@@ -62,6 +62,19 @@ class TeamSettings:
             found.append(f"`dtype` must be float32, bfloat16, float16 or float64, got {self.dtype!r}")
         return found
 
+    def shares_one_backbone(self) -> bool:
+        """True if all agents are adapters on the same base."""
+        sources = _sources(self)
+        adapted = [self.lora is not None or (isinstance(s, Source) and s.adapter is not None) for s in sources]
+        return all(adapted) and len({s.base if isinstance(s, Source) else id(s) for s in sources}) == 1
+
+    def source_name(self, agent: int) -> str | None:
+        """What names the agent's model, None for a loaded model that does not say."""
+        model = self.models[agent] if isinstance(self.models, list) else self.models
+        if isinstance(model, str):
+            return model
+        return getattr(getattr(model, "config", None), "name_or_path", None) or None
+
 
 def assemble(settings: TeamSettings) -> tuple[list[nn.Module], list[Agent]]:
     """Loads what the settings name.

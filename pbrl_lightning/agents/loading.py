@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -27,6 +26,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
+
+from pbrl_lightning.importing import package_file
 
 TINY = "builtin:tiny"
 """Name of a random 2-layer Llama with a byte tokenizer, for tests and ``configs/debug``."""
@@ -66,7 +67,7 @@ def resolve_source(name: str) -> Source:
     if name == TINY:
         return Source(_materialised("tiny", _save_tiny))
     if name.startswith("package:"):
-        name = str(_package_file(name))
+        name = str(package_file(name))
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         return Source(_dequantised(path))
@@ -203,17 +204,6 @@ def vocabulary_of(model: Any) -> int | None:
     """How many token ids the model can read, or None if it does not say."""
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     return getattr(embeddings, "num_embeddings", None)
-
-
-def _package_file(name: str) -> Path:
-    package, _, file = name.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(f"the package {package!r} is not installed (model {name!r})")
-    path = Path(spec.submodule_search_locations[0]) / file
-    if not path.exists():
-        raise FileNotFoundError(f"the package {package!r} holds no file {file!r}")
-    return path
 
 
 def _materialised(key: str, save: Callable[[Path], None]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -38,7 +39,32 @@ def scored_tokens(response_mask: Tensor, score_last_token: bool) -> Tensor:
     return response_mask & has_next
 
 
-def sequence_logps(
+@dataclass(frozen=True)
+class ResponseLogps:
+    """Log-probabilities of the scored tokens of ``R`` responses, and what they were computed from.
+
+    Attributes:
+        token_logps: Of all scored tokens, row by row, shape ``(M,)``, nats, float32 (float64 for a float64 model).
+        rows: Each one's row, shape ``(M,)``.
+        states: Hidden states below the head, shape ``(R, T, H)``.
+    """
+
+    token_logps: Tensor
+    rows: Tensor
+    states: Tensor
+
+    def sum_by_row(self, per_token: Tensor) -> Tensor:
+        """Sums numbers of tokens, shape ``(M,)``, over each response: shape ``(R,)``; 0 for a row without tokens."""
+        zeros = torch.zeros(len(self.states), dtype=per_token.dtype, device=per_token.device)
+        return zeros.index_add(0, self.rows, per_token)
+
+    @property
+    def sums(self) -> Tensor:
+        """Summed log-probability of each response, nats, shape ``(R,)``."""
+        return self.sum_by_row(self.token_logps)
+
+
+def response_logps(
     model: nn.Module,
     batch: TokenBatch,
     *,
@@ -46,8 +72,8 @@ def sequence_logps(
     layer_context: Callable[[], ContextPair] | None = None,
     head_context: Callable[[], ContextPair] = noop_context_fn,
     logit_budget: int = LOGIT_BUDGET,
-) -> Tensor:
-    """Summed log-probability of each row's response given its prompt.
+) -> ResponseLogps:
+    """Log-probabilities of each row's response given its prompt.
 
     The model's own distribution: temperature 1, no filtering. Logits exist only for positions that predict a
     scored token, in chunks of at most ``logit_budget`` numbers.
@@ -59,9 +85,6 @@ def sequence_logps(
         layer_context: Turns on activation checkpointing of the decoder layers with these contexts.
         head_context: The same for the head, whose logits are recomputed if there is more than one chunk of them.
         logit_budget: Most logits held at once.
-
-    Returns:
-        Nats, shape ``(R,)``, float32 (float64 for a float64 model). A row without scored tokens gives 0.
     """
     inputs: dict[str, Tensor | bool] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
     if accepts(model, "use_cache"):
@@ -74,9 +97,7 @@ def sequence_logps(
     states = split.states[rows, columns]
     targets = batch.input_ids[rows, columns + 1]
     token_logps = _token_logps(split, states, targets, _chunk_length(model, split, logit_budget), head_context)
-    return torch.zeros(len(batch.input_ids), dtype=token_logps.dtype, device=token_logps.device).index_add(
-        0, rows, token_logps
-    )
+    return ResponseLogps(token_logps, rows, split.states)
 
 
 def _chunk_length(model: nn.Module, split: SplitForward, logit_budget: int) -> int:

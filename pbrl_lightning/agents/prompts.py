@@ -128,6 +128,26 @@ def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBa
     return str(tokenizer.apply_chat_template([folded, *rest], tokenize=False, add_generation_prompt=True))
 
 
+def render_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool
+) -> str:
+    """Chat messages of a pair file as text: by the tokenizer's chat template, or as ``role: content`` without one."""
+    if tokenizer.chat_template:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+    return render_plainly(messages, add_generation_prompt)
+
+
+def render_plainly(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    r"""Chat messages without a template: a line ``role: content`` each.
+
+    Example:
+        >>> render_plainly([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+        'user: Hi\nassistant: '
+    """
+    lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+    return lines + "assistant: " if add_generation_prompt else lines
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a prompt: special tokens added unless the text already begins with the BOS text; never empty."""
     bos = tokenizer.bos_token
@@ -147,3 +167,27 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a response text, without special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def joint_prompt(prompts: Sequence[str]) -> str:
+    r"""All agents' prompts as one text; a single agent's is itself.
+
+    Example:
+        >>> joint_prompt(["Sum up: rain", "Explain: rain"])
+        '### Prompt of agent 0\nSum up: rain\n\n### Prompt of agent 1\nExplain: rain\n\n'
+    """
+    if len(prompts) == 1:
+        return prompts[0]
+    return "".join(f"### Prompt of agent {agent}\n{prompt}\n\n" for agent, prompt in enumerate(prompts))
+
+
+def joint_response(responses: Sequence[str]) -> str:
+    r"""All agents' responses as one text, to follow :func:`joint_prompt`; a single agent's is itself.
+
+    Example:
+        >>> joint_response(["Wet.", "Water falls."])
+        '### Response of agent 0\nWet.\n\n### Response of agent 1\nWater falls.'
+    """
+    if len(responses) == 1:
+        return responses[0]
+    return "\n\n".join(f"### Response of agent {agent}\n{response}" for agent, response in enumerate(responses))

@@ -17,7 +17,7 @@ from pbrl_lightning.agents.adapters import LoraOptions, adapter_active, adapter_
 from pbrl_lightning.agents.assembly import Agent, TeamSettings, assemble
 from pbrl_lightning.agents.forward import ContextPair
 from pbrl_lightning.agents.loading import expand_sources, vocabulary_of, warn_once, write_directory
-from pbrl_lightning.agents.logprobs import sequence_logps
+from pbrl_lightning.agents.logprobs import ResponseLogps, response_logps
 from pbrl_lightning.agents.prompts import encode_prompt, render_prompt, resolve_formatters
 from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_responses
 from pbrl_lightning.batches import Response, TaskItem, TeamSample, TokenBatch
@@ -98,6 +98,15 @@ class AgentTeam(nn.Module):
             else:
                 self._check_ownership()
         return self
+
+    @property
+    def shares_one_backbone(self) -> bool:
+        """True if every agent is an adapter on the same frozen backbone; known without loading a model."""
+        return self._settings.shares_one_backbone()
+
+    def source_name(self, agent: int) -> str | None:
+        """The name that the agent's model was given by or says of itself; None for a loaded model without one."""
+        return self._settings.source_name(agent)
 
     @property
     def is_loaded(self) -> bool:
@@ -245,20 +254,36 @@ class AgentTeam(nn.Module):
         text = str(self.tokenizer(agent).decode(row.token_ids, skip_special_tokens=True))
         return Response(text, row.token_ids, row.finished)
 
-    def response_logps(self, agent: int, batch: TokenBatch, score_last_token: bool = True) -> Tensor:
-        """Summed log-probability of each row's response under one agent, nats, shape ``(R,)``; differentiable."""
+    def score_responses(
+        self, agent: int, batch: TokenBatch, score_last_token: bool = True, adapted: bool = True
+    ) -> ResponseLogps:
+        """Log-probabilities of each row's response under one agent, token by token; differentiable.
+
+        Args:
+            agent: Index of the agent.
+            batch: ``R`` rows of its prompts and responses.
+            score_last_token: False leaves out each response's last token.
+            adapted: False asks the backbone without the agent's adapter.
+        """
+
+        def speaking() -> AbstractContextManager[None]:
+            return self.active(agent) if adapted else adapter_active(self.backbone(agent), None)
 
         def contexts() -> ContextPair:
-            return nullcontext(), self.active(agent)
+            return nullcontext(), speaking()
 
-        with self.active(agent):
-            return sequence_logps(
+        with speaking():
+            return response_logps(
                 self.model(agent),
                 batch,
                 score_last_token=score_last_token,
                 layer_context=contexts if self.gradient_checkpointing else None,
                 head_context=contexts,
             )
+
+    def response_logps(self, agent: int, batch: TokenBatch, score_last_token: bool = True) -> Tensor:
+        """Summed log-probability of each row's response under one agent, nats, shape ``(R,)``; differentiable."""
+        return self.score_responses(agent, batch, score_last_token).sums
 
     def save(self, directory: Path | str) -> None:
         """Writes ``agent_0``, ``agent_1`` …: directories that plain transformers (or PEFT, for adapters) loads."""

@@ -1,61 +1,67 @@
-"""What every learner of a team shares: optimizer, clipping, checkpoints, validation and the callbacks of a run."""
+"""What every learner shares: optimizer, clipping, checkpoints; and what every learner of a team shares besides."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from pbrl_lightning.agents.prompts import render_messages
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.batches import EvaluationBatch
+from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
+from pbrl_lightning.group_schedules import GroupSchedules
+from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.schedule import RoundSchedule
 
+if TYPE_CHECKING:
+    from pbrl_lightning.models.reward import JointRewardModel
+    from pbrl_lightning.modules.marl import MARLModule
 
-class TeamModule(L.LightningModule):
-    """Base of the modules that train a team.
+Metrics = dict[str, Tensor | float]
+
+
+class LearnerModule(L.LightningModule):
+    """Base of all modules: one AdamW with a named parameter group per agent, reward model and critic.
+
+    A subclass gives the loss of a batch in :meth:`step`.
 
     Args:
-        team: The agents.
-        num_iterations: Rounds of an iterative run; default 6. Must be None in a base run.
-        learning_rate: Of every agent; default 5e-6, for adapters 1e-4.
         weight_decay: AdamW's.
-        lr_scheduler: Optimizer to learning-rate schedule, stepped after every update; None keeps the rate.
+        lr_scheduler: Optimizer to learning-rate schedule, one per parameter group; it counts the updates in which the
+            group took part. None keeps the rate.
     """
+
+    collects_pairs = True
+    """True if its rounds begin with preference pairs."""
+
+    pair_batch_size = 2
+    """Pairs per batch where the data module is not told."""
+
+    val_fraction = 0.0
+    """Share of the task items whose pairs are held out where the data module is not told."""
 
     def __init__(
         self,
-        team: AgentTeam,
         *,
-        num_iterations: int | None = None,
-        learning_rate: float | None = None,
         weight_decay: float = 0.01,
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
         super().__init__()
-        problems = []
-        if num_iterations is not None and num_iterations < 1:
-            problems.append(f"`num_iterations` must be >= 1, got {num_iterations}")
-        if learning_rate is not None and not learning_rate > 0:
-            problems.append(f"`learning_rate` must be > 0, got {learning_rate}")
         if weight_decay < 0:
-            problems.append(f"`weight_decay` must be >= 0, got {weight_decay}")
-        if problems:
-            raise ValueError("; ".join(problems))
-        self.team = team
-        self.num_iterations = num_iterations
-        self.learning_rate = learning_rate
+            raise ValueError(f"`weight_decay` must be >= 0, got {weight_decay}")
         self.weight_decay = weight_decay
         self.lr_scheduler = lr_scheduler
         # Checkpoints hold what is trained and no frozen backbone; `on_load_checkpoint` checks that nothing lacks.
         self.strict_loading = False
-        self._validation_rewards: list[torch.Tensor] = []
 
     @abstractmethod
     def make_schedule(self, iterative: bool) -> RoundSchedule:
@@ -65,49 +71,105 @@ class TeamModule(L.LightningModule):
             ValueError: If the module's options do not fit the kind of run.
         """
 
-    def num_rounds(self, iterative: bool) -> int:
-        """Rounds of a run; 1 in a base run.
+    @abstractmethod
+    def load(self) -> None:
+        """Brings all models into memory; does nothing the second time."""
+
+    @abstractmethod
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups: ``params``, ``lr`` and ``name``."""
+
+    @abstractmethod
+    def step(self, batch: Any, where: str) -> tuple[Tensor, Metrics]:
+        """The loss of a batch, already scaled to its share of the optimizer step, and what is logged of it.
+
+        Args:
+            batch: What the loader gave.
+            where: Names the batch in errors.
 
         Raises:
-            ValueError: If `num_iterations` is set without a comparator.
+            FloatingPointError: If the loss is not finite.
         """
-        if not iterative and self.num_iterations is not None:
-            raise ValueError(
-                f"`num_iterations` is {self.num_iterations}, but a run is iterative only with a `comparator`; set "
-                "`data.comparator` (CurrentComparator, HistoryComparator …) or leave `num_iterations` out"
-            )
-        return (6 if self.num_iterations is None else self.num_iterations) if iterative else 1
+
+    @abstractmethod
+    def encode_pairs(self, pairs: list[PreferencePair]) -> tuple[list[PreferencePair], list[PairTokens]]:
+        """The pairs that can be trained on, with their token ids."""
+
+    @abstractmethod
+    def pair_pad_ids(self) -> list[int]:
+        """What fills up the rows of pairs, per reader."""
+
+    @abstractmethod
+    def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        """Chat messages of a pair file as text, as the models of this run read them."""
+
+    @abstractmethod
+    def export(self, directory: Path) -> None:
+        """Writes what was trained in forms that plain transformers or PEFT loads."""
+
+    def check(self) -> None:
+        """Finds what is wrong with the options of a run before anything is loaded.
+
+        Raises:
+            ValueError: If a model that is needed has no name.
+        """
+
+    @property
+    def policy_stage(self) -> MARLModule | None:
+        """Who learns from rollouts; None if nobody does."""
+        return None
+
+    @property
+    def learned_reward(self) -> JointRewardModel | None:
+        """The reward model that scores rollouts in the place of the task reward."""
+        return None
+
+    def begin_round(self, round_number: int) -> None:
+        """After a round's collection, before its first update."""
+
+    def wanted_callbacks(self) -> list[L.Callback]:
+        """What a run of this module needs, unless the user gives one of the kind."""
+        from pbrl_lightning.callbacks import AgentExport
+
+        return [AgentExport()]
+
+    @override
+    def configure_callbacks(self) -> list[L.Callback]:
+        present = [type(callback) for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
+        wanted = self.wanted_callbacks()
+        return [callback for callback in wanted if not any(issubclass(there, type(callback)) for there in present)]
 
     @override
     def configure_model(self) -> None:
         # After the data module's setup, so that a wrong configuration is reported before anything is loaded.
-        self.team.load()
+        self.load()
 
     @override
-    def configure_callbacks(self) -> list[L.Callback]:
-        from pbrl_lightning.callbacks import AgentExport, CollectionProgress, ComparatorHistory, JointEvaluation
-
-        present = [type(callback) for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
-        comparator = getattr(self.trainer.datamodule, "comparator", None)  # type: ignore[attr-defined]
-        wanted: list[L.Callback] = [JointEvaluation(), CollectionProgress(), AgentExport()]
-        if comparator is not None and comparator.needs_history is not None:
-            wanted.insert(0, ComparatorHistory())
-        return [callback for callback in wanted if not any(issubclass(there, type(callback)) for there in present)]
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, metrics = self.step(batch, f"batch {batch_idx}")
+        if metrics:
+            self.log_dict(
+                {**metrics, "env_step": float(self.trainer.datamodule.env_step)},  # type: ignore[attr-defined]
+                batch_size=int((batch.weights > 0).sum()),
+            )
+        return loss
 
     @override
     def configure_optimizers(self) -> Any:
-        groups = []
-        for agent in range(self.team.num_agents):
-            rate = self.learning_rate or (1e-4 if self.team.adapter(agent) is not None else 5e-6)
-            parameters = list(self.team.agent_parameters(agent).values())
-            groups.append({"params": parameters, "lr": rate, "name": f"agent_{agent}"})
-        optimizer = AdamW(groups, weight_decay=self.weight_decay)
+        optimizer = AdamW(self.parameter_groups(), weight_decay=self.weight_decay)
         if self.lr_scheduler is None:
             return optimizer
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.lr_scheduler(optimizer), "interval": "step"},
-        }
+        schedules = GroupSchedules(optimizer, self.lr_scheduler)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedules, "interval": "step"}}
+
+    def forget(self, group: str, parameters: list[nn.Parameter]) -> None:
+        """Drops what the optimizer knows of newly initialised parameters, and begins their schedule anew."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        for parameter in parameters:
+            optimizer.state.pop(parameter, None)  # type: ignore[union-attr]
+        schedules = self.lr_schedulers()
+        if isinstance(schedules, GroupSchedules):
+            schedules.restart(group)
 
     @override
     def configure_gradient_clipping(
@@ -136,18 +198,120 @@ class TeamModule(L.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         settle_epoch(checkpoint)
-        self.team.load()
+        self.load()
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         missing = sorted(trained - set(checkpoint["state_dict"]))
         if missing:
             raise KeyError(f"the checkpoint lacks {len(missing)} trained weights, such as {missing[0]!r}")
         unknown = sorted(set(checkpoint["state_dict"]) - set(self.state_dict()))
         if unknown:
-            raise KeyError(f"the checkpoint has {len(unknown)} weights that this team lacks, such as {unknown[0]!r}")
+            raise KeyError(f"the checkpoint has {len(unknown)} weights that this run lacks, such as {unknown[0]!r}")
 
     @override
     def on_train_end(self) -> None:
         self.trainer.datamodule.finish()  # type: ignore[attr-defined]
+
+
+class TeamModule(LearnerModule):
+    """Base of the modules that train a team.
+
+    Args:
+        team: The agents.
+        num_iterations: Rounds of an iterative run; default 6. Must be None in a base run.
+        learning_rate: Of every agent; default 5e-6, for adapters 1e-4.
+        weight_decay: AdamW's.
+        lr_scheduler: See :class:`LearnerModule`.
+    """
+
+    def __init__(
+        self,
+        team: AgentTeam,
+        *,
+        num_iterations: int | None = None,
+        num_train_epochs: int | None = None,
+        learning_rate: float | None = None,
+        weight_decay: float = 0.01,
+        lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    ) -> None:
+        problems = []
+        for name, value in (("num_iterations", num_iterations), ("num_train_epochs", num_train_epochs)):
+            if value is not None and value < 1:
+                problems.append(f"`{name}` must be >= 1, got {value}")
+        if learning_rate is not None and not learning_rate > 0:
+            problems.append(f"`learning_rate` must be > 0, got {learning_rate}")
+        if weight_decay < 0:
+            problems.append(f"`weight_decay` must be >= 0, got {weight_decay}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        super().__init__(weight_decay=weight_decay, lr_scheduler=lr_scheduler)
+        self.team = team
+        self.num_iterations = num_iterations
+        self.num_train_epochs = num_train_epochs
+        self.learning_rate = learning_rate
+        self._validation_rewards: list[torch.Tensor] = []
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer steps that moved the agents."""
+        return self.trainer.global_step
+
+    def num_rounds(self, iterative: bool) -> int:
+        """Rounds of a run; 1 in a base run.
+
+        Raises:
+            ValueError: If `num_iterations` is set without a comparator.
+        """
+        if not iterative and self.num_iterations is not None:
+            raise ValueError(
+                f"`num_iterations` is {self.num_iterations}, but a run is iterative only with a `comparator`; set "
+                "`data.comparator` (CurrentComparator, HistoryComparator …) or leave `num_iterations` out"
+            )
+        return (6 if self.num_iterations is None else self.num_iterations) if iterative else 1
+
+    @override
+    def wanted_callbacks(self) -> list[L.Callback]:
+        from pbrl_lightning.callbacks import CollectionProgress, ComparatorHistory, JointEvaluation
+
+        wanted: list[L.Callback] = [JointEvaluation(), CollectionProgress(), *super().wanted_callbacks()]
+        comparator = getattr(self.trainer.datamodule, "comparator", None)  # type: ignore[attr-defined]
+        if comparator is not None and comparator.needs_history is not None:
+            wanted.insert(0, ComparatorHistory())
+        return wanted
+
+    def agent_learning_rate(self, agent: int) -> float:
+        """As given, or the default for a full model or an adapter."""
+        return self.learning_rate or (1e-4 if self.team.adapter(agent) is not None else 5e-6)
+
+    @override
+    def load(self) -> None:
+        self.team.load()
+
+    @override
+    def export(self, directory: Path) -> None:
+        self.team.save(directory)
+
+    @override
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "params": list(self.team.agent_parameters(agent).values()),
+                "lr": self.agent_learning_rate(agent),
+                "name": f"agent_{agent}",
+            }
+            for agent in range(self.team.num_agents)
+        ]
+
+    @override
+    def encode_pairs(self, pairs: list[PreferencePair]) -> tuple[list[PreferencePair], list[PairTokens]]:
+        return trainable_pairs(self.team, pairs)
+
+    @override
+    def pair_pad_ids(self) -> list[int]:
+        return [self.team.tokenizer(agent).pad_token_id or 0 for agent in range(self.team.num_agents)]
+
+    @override
+    def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        return render_messages(self.team.tokenizer(0), messages, add_generation_prompt)
 
     @override
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PairBatch
 from pbrl_lightning.losses import joint_margins, madpo_losses, require_finite
-from pbrl_lightning.modules.base import TeamModule
+from pbrl_lightning.modules.base import Metrics, TeamModule
 from pbrl_lightning.schedule import RoundSchedule
 
 
@@ -53,16 +53,14 @@ class MADPOModule(TeamModule):
         super().__init__(
             team,
             num_iterations=num_iterations,
+            num_train_epochs=num_train_epochs,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             lr_scheduler=lr_scheduler,
         )
         if not dpo_beta > 0:
             raise ValueError(f"`dpo_beta` must be > 0, got {dpo_beta}")
-        if num_train_epochs is not None and num_train_epochs < 1:
-            raise ValueError(f"`num_train_epochs` must be >= 1, got {num_train_epochs}")
         self.dpo_beta = dpo_beta
-        self.num_train_epochs = num_train_epochs
         self.score_last_token = score_last_token
 
     @override
@@ -71,7 +69,7 @@ class MADPOModule(TeamModule):
         return RoundSchedule(self.num_rounds(iterative), (("madpo", epochs),))
 
     @override
-    def training_step(self, batch: PairBatch, batch_idx: int) -> Tensor:
+    def step(self, batch: PairBatch, where: str) -> tuple[Tensor, Metrics]:
         # 1. Summed log-probabilities of winners and losers, one forward per agent: (N, 2B).
         logps = torch.stack(
             [self.team.response_logps(agent, rows, self.score_last_token) for agent, rows in enumerate(batch.agents)]
@@ -81,23 +79,19 @@ class MADPOModule(TeamModule):
         losses = madpo_losses(winner_logps, loser_logps, self.dpo_beta)
         # 3. The mean over all pairs of the optimizer step, whatever their split into ranks and batches.
         loss = (losses * batch.weights).sum() * batch.loss_scale
-        require_finite(loss, {f"agent {i}'s log-probabilities": p for i, p in enumerate(logps)}, f"batch {batch_idx}")
-        self._log_step(losses.detach(), joint_margins(winner_logps, loser_logps).detach(), batch)
-        return loss
+        require_finite(loss, {f"agent {i}'s log-probabilities": p for i, p in enumerate(logps)}, where)
+        return loss, _metrics(losses.detach(), joint_margins(winner_logps, loser_logps).detach(), batch)
 
-    def _log_step(self, losses: Tensor, margins: Tensor, batch: PairBatch) -> None:
-        kept = batch.weights > 0
-        if not kept.any():
-            return
-        reward = batch.candidate_reward_means[kept].mean().float()
-        self.log_dict(
-            {
-                "train/loss": losses[kept].mean(),
-                "train/margin": margins[kept].mean(),
-                "train/preference_accuracy": (margins[kept] > 0).float().mean(),
-                "turn_1/reward_mean": reward,
-                "turn_1/expected_return": reward,
-                "env_step": float(self.trainer.datamodule.env_step),  # type: ignore[attr-defined]
-            },
-            batch_size=int(kept.sum()),
-        )
+
+def _metrics(losses: Tensor, margins: Tensor, batch: PairBatch) -> Metrics:
+    kept = batch.weights > 0
+    if not kept.any():
+        return {}
+    reward = batch.candidate_reward_means[kept].mean().float()
+    return {
+        "train/loss": losses[kept].mean(),
+        "train/margin": margins[kept].mean(),
+        "train/preference_accuracy": (margins[kept] > 0).float().mean(),
+        "turn_1/reward_mean": reward,
+        "turn_1/expected_return": reward,
+    }

@@ -55,20 +55,25 @@ def _response_ids(team: AgentTeam, agent: int, text: str) -> list[int]:
 
 def trainable_pairs(team: AgentTeam, pairs: list[PreferencePair]) -> tuple[list[PreferencePair], list[PairTokens]]:
     """The pairs whose sides differ as tokens, with their tokens; the others are counted and warned of once."""
-    kept, tokens = [], []
-    for pair in pairs:
-        encoded = tokenise_pair(team, pair)
-        if encoded.winner == encoded.loser:
-            warn_once(
-                team.counts,
-                "identical_pairs",
-                "a pair has the same tokens on both sides (after cutting to the context) and was dropped; "
-                "further ones are counted as `identical_pairs`",
-            )
+    return drop_identical(pairs, [tokenise_pair(team, pair) for pair in pairs], team.counts)
+
+
+def drop_identical(
+    pairs: list[PreferencePair], tokens: list[PairTokens], counts: dict[str, int]
+) -> tuple[list[PreferencePair], list[PairTokens]]:
+    """Leaves out the pairs whose sides have the same tokens; counts them as ``identical_pairs``, warns once."""
+    kept = []
+    for index, encoded in enumerate(tokens):
+        if encoded.winner != encoded.loser:
+            kept.append(index)
             continue
-        kept.append(pair)
-        tokens.append(encoded)
-    return kept, tokens
+        warn_once(
+            counts,
+            "identical_pairs",
+            "a pair has the same tokens on both sides (after cutting to the context) and was dropped; "
+            "further ones are counted as `identical_pairs`",
+        )
+    return [pairs[index] for index in kept], [tokens[index] for index in kept]
 
 
 def collate_rows(prompts: list[list[int]], responses: list[list[int]], pad_id: int) -> TokenBatch:
@@ -100,7 +105,7 @@ class PairLoader:
     a length and no workers: Lightning would sample a loader without length one batch ahead.
 
     Attributes:
-        team: Whose tokenizers pad.
+        pad_ids: What fills up the rows of each reader (an agent, or a reward model).
         pairs: The round's training pairs.
         tokens: Their token ids.
         batch_size: Pairs per batch and rank.
@@ -112,7 +117,7 @@ class PairLoader:
         world_size: Number of processes.
     """
 
-    team: AgentTeam
+    pad_ids: list[int]
     pairs: list[PreferencePair]
     tokens: list[PairTokens]
     batch_size: int
@@ -157,16 +162,16 @@ class PairLoader:
         step_rows = len(order[step * self.accumulation * size : (step + 1) * self.accumulation * size])
         means = torch.tensor([self.pairs[row].candidate_reward_mean for row in filled], dtype=torch.float64)
         return PairBatch(
-            agents=[self._agent_rows(agent, filled) for agent in range(self.team.num_agents)],
+            agents=[self._rows(reader, filled) for reader in range(len(self.pad_ids))],
             weights=weights,
             loss_scale=self.world_size * self.accumulation / step_rows,
             candidate_reward_means=means,
         )
 
-    def _agent_rows(self, agent: int, rows: list[int]) -> TokenBatch:
-        prompts = [self.tokens[row].prompts[agent] for row in rows]
-        responses = [self.tokens[row].winner[agent] for row in rows] + [self.tokens[row].loser[agent] for row in rows]
-        return collate_rows(prompts * 2, responses, self.team.tokenizer(agent).pad_token_id or 0)
+    def _rows(self, reader: int, rows: list[int]) -> TokenBatch:
+        prompts = [self.tokens[row].prompts[reader] for row in rows]
+        responses = [self.tokens[row].winner[reader] for row in rows] + [self.tokens[row].loser[reader] for row in rows]
+        return collate_rows(prompts * 2, responses, self.pad_ids[reader])
 
 
 def pairs_to_state(pairs: list[PreferencePair]) -> list[dict[str, Any]]:

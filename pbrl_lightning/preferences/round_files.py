@@ -25,6 +25,7 @@ from pbrl_lightning.preferences._records import (
     pair_from_record,
     pair_to_record,
 )
+from pbrl_lightning.preferences.text_pairs import Render, check_same_agents, read_pair_lines
 
 __all__ = [
     "ForeignReplayError",
@@ -79,11 +80,13 @@ def read_round_file(path: str | Path) -> list[PreferencePair]:
     return decode_round(path, Path(path).read_bytes())
 
 
-def read_pairs(paths: str | Path | Iterable[str | Path]) -> list[PreferencePair]:
-    """Read one or several round files, in the given order.
+def read_pairs(paths: str | Path | Iterable[str | Path], render: Render | None = None) -> list[PreferencePair]:
+    """Read one or several files of pairs, in the given order.
 
     Args:
-        paths: A file or files.
+        paths: A file or files: round files, and ``.jsonl`` files of records or of TRL's chosen/rejected pairs
+            (``read_pair_lines``).
+        render: Makes text of the messages of conversational pairs; None writes them plainly.
 
     Returns:
         Their pairs, at least one.
@@ -91,7 +94,7 @@ def read_pairs(paths: str | Path | Iterable[str | Path]) -> list[PreferencePair]
     Raises:
         ValueError: If no file is given, one is given twice, or there is no pair in them.
         FileNotFoundError: If files do not exist; the message names them all.
-        RoundFileError: If a file is damaged.
+        RoundFileError: If a file is damaged, or a pair is of another number of agents than the first one.
     """
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     if not files:
@@ -103,10 +106,16 @@ def read_pairs(paths: str | Path | Iterable[str | Path]) -> list[PreferencePair]
     twice = [str(file) for position, file in enumerate(files) if resolved[position] in resolved[:position]]
     if twice:
         raise ValueError(f"`pairs` must name each file once, got {', '.join(twice)} again")
-    pairs = [pair for file in files for pair in read_round_file(file)]
-    if not pairs:
+    places: list[tuple[str, PreferencePair]] = []
+    for file in files:
+        if file.suffix.lower() == ".jsonl":
+            places += read_pair_lines(file, render)
+        else:
+            places += ((f"{file}, pair {index}", pair) for index, pair in enumerate(read_round_file(file)))
+    if not places:
         raise ValueError(f"`pairs` must hold at least one pair, got none in {', '.join(map(str, files))}")
-    return pairs
+    check_same_agents(places)
+    return [pair for _, pair in places]
 
 
 @dataclass(frozen=True)

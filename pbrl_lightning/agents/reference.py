@@ -1,0 +1,72 @@
+"""The frozen reference of a policy: the team as it was when the run started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pbrl_lightning.agents.adapters import adapter_values
+from pbrl_lightning.agents.logprobs import ResponseLogps
+from pbrl_lightning.agents.team import AgentTeam
+from pbrl_lightning.batches import TokenBatch
+
+
+@dataclass(frozen=True)
+class ReferenceKL:
+    """Keeps policies near the team that the run started from: a KL penalty subtracted from each agent's reward.
+
+    Attributes:
+        coef: Reward per nat of the sampled KL, above 0.
+        devices: Where the reference lives; None for the actors' own devices.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    coef: float = 0.1
+    devices: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.coef > 0:
+            raise ValueError(f"the reference's `coef` must be > 0 (leave `reference_kl` out for none), got {self.coef}")
+        if self.devices is not None and not self.devices:
+            raise ValueError("the reference's `devices` must name at least one device or be null, got an empty list")
+
+
+class ReferencePolicies:
+    """Log-probabilities under the start of the run. Never a parameter of anything, never in a checkpoint.
+
+    Made right after the team is loaded and before a checkpoint is restored, so that a resumed run has the same one.
+    What it costs: nothing for new adapters (they are left out, and the backbone speaks), one copy of the adapters for
+    saved ones, one copy of the models otherwise or on other devices.
+    """
+
+    def __init__(self, team: AgentTeam, devices: list[str] | None) -> None:
+        self._team = team.load()
+        self._copy: AgentTeam | None = None
+        self._values: list[dict[str, Tensor] | None] = []
+        adapted = all(team.adapter(agent) is not None for agent in range(team.num_agents))
+        if devices is not None or not adapted:
+            self._copy = team.frozen_copy(devices)
+            return
+        for agent in range(team.num_agents):
+            start = {name: p.detach().clone() for name, p in team.agent_parameters(agent).items()}
+            changes_nothing = all(not value.any() for name, value in start.items() if "lora_B" in name)
+            is_lora = all("lora_" in name for name in start)
+            self._values.append(None if is_lora and changes_nothing else start)
+
+    @torch.no_grad()
+    def score_responses(self, agent: int, rows: TokenBatch) -> ResponseLogps:
+        """Log-probabilities of the responses under one agent's reference, on the rows' device."""
+        device = rows.input_ids.device
+        if self._copy is not None:
+            there = next(self._copy.backbone(agent).parameters()).device
+            scored = self._copy.score_responses(agent, rows.to(there))
+            return ResponseLogps(scored.token_logps.to(device), scored.rows.to(device), scored.states)
+        values = self._values[agent]
+        if values is not None:
+            with adapter_values(self._team.agent_parameters(agent), values):
+                return self._team.score_responses(agent, rows)
+        return self._team.score_responses(agent, rows, adapted=False)

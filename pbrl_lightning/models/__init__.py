@@ -1,0 +1,1 @@
+"""Models that read a joint response and give a number: rewards and values."""

@@ -1,0 +1,50 @@
+"""JointRewardModel: one number for a team's whole answer, learned from preferences."""
+
+from __future__ import annotations
+
+import torch
+
+from pbrl_lightning.batches import PairTokens, PreferencePair
+from pbrl_lightning.models.scalar import ScalarModel
+from pbrl_lightning.preferences.pair_tokens import collate_rows, drop_identical
+
+TOKEN_BUDGET = 16384
+"""Most tokens (padding counted) scored in one forward."""
+
+
+class JointRewardModel(ScalarModel):
+    """Reads all prompts and all responses of a team as one text, prompts first; see :class:`ScalarModel`."""
+
+    def encode_pairs(self, pairs: list[PreferencePair]) -> tuple[list[PreferencePair], list[PairTokens]]:
+        """The pairs whose sides differ as tokens, each as the pair of two joint texts; others are counted."""
+        tokens = []
+        for pair in pairs:
+            prefix, (winner, loser) = self.joint_tokens(pair.prompts, [pair.winner_completions, pair.loser_completions])
+            tokens.append(PairTokens([prefix], [winner], [loser]))
+        return drop_identical(pairs, tokens, self.counts)
+
+    @torch.no_grad()
+    def score_texts(self, *completions: list[str], prompts: list[list[str]]) -> list[float]:
+        """Scores joint responses; has the form of a task reward, so that it can take its place.
+
+        Args:
+            *completions: ``N`` lists of ``B`` texts.
+            prompts: ``N`` lists of ``B`` texts.
+
+        Returns:
+            ``B`` numbers.
+        """
+        rows = []
+        for row_prompts, row_texts in zip(zip(*prompts, strict=True), zip(*completions, strict=True), strict=True):
+            prefix, (response,) = self.joint_tokens(row_prompts, [row_texts])
+            rows.append((prefix, response))
+        scores: list[float] = [0.0] * len(rows)
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row][0]) + len(rows[row][1]), reverse=True)
+        while order:
+            width = sum(map(len, rows[order[0]]))
+            size = max(1, TOKEN_BUDGET // max(1, width))
+            batch, order = order[:size], order[size:]
+            tokens = collate_rows([rows[row][0] for row in batch], [rows[row][1] for row in batch], self.pad_id)
+            for row, score in zip(batch, self(tokens.to(self.device)).tolist(), strict=True):
+                scores[row] = score
+        return scores

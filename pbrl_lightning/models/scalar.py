@@ -1,0 +1,381 @@
+"""ScalarModel: a causal language model's backbone with one number as its head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from peft import inject_adapter_in_model
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from pbrl_lightning.agents.adapters import LoraOptions, adapter_active, adapter_parameters, merge_adapter
+from pbrl_lightning.agents.forward import ContextPair, accepts, checkpointed_layers
+from pbrl_lightning.agents.loading import (
+    context_length_of,
+    load_tokenizer,
+    resolve_source,
+    warn_once,
+    write_directory,
+)
+from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_prompt, joint_response
+from pbrl_lightning.agents.team import AgentTeam, deepcopy_detached
+from pbrl_lightning.batches import TokenBatch
+from pbrl_lightning.models.classifier import classifier_around, load_classifier, score_head
+from pbrl_lightning.randomness import counted_generator
+
+TEAM = "team"
+"""The ``model`` that stands for an adapter of its own on the team's frozen backbone."""
+
+
+class ScalarModel(nn.Module):
+    """Reads a text and gives one number: a head on the hidden state of the last real token.
+
+    The backbone is one of its own, or, with ``model="team"``, the frozen backbone of a LoRA team with one more adapter
+    on it. The head has no bias and is float32 at least, like the adapter: in bfloat16 a small learning rate would not
+    move them. It is always in eval mode: dropout would make scores random.
+
+    Args:
+        model: A name (:func:`pbrl_lightning.agents.loading.resolve_source`; also what TRL's reward trainer saved), a
+            loaded model, ``"team"``, or None for the agents' own model, loaded once more.
+        tokenizer: Needed when ``model`` is a loaded one; otherwise the one beside the model.
+        lora: Adapter options; None trains all weights. ``"team"`` needs one and takes the default.
+        freeze_backbone: Train the head alone.
+        max_length: Longer texts are cut on the left, counted and warned of once. Default: the model's context.
+        dtype: Weights of a loaded backbone.
+        gradient_checkpointing: Recompute activations in the backward.
+        seed: Seed of the head and of a new adapter.
+        index: Its place among several of its role: heads are drawn and adapters named by it.
+
+    Raises:
+        ValueError: If options do not fit together.
+    """
+
+    role = "reward"
+    """Name of its parameter group, and what it is called in errors."""
+
+    def __init__(
+        self,
+        model: str | nn.Module | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        lora: LoraOptions | None = None,
+        freeze_backbone: bool = False,
+        max_length: int | None = None,
+        dtype: str = "float32",
+        gradient_checkpointing: bool = False,
+        seed: int = 0,
+        index: int = 0,
+    ) -> None:
+        super().__init__()
+        shared = isinstance(model, str) and model == TEAM
+        checks = [
+            (freeze_backbone and lora is not None, "`freeze_backbone` trains the head alone and takes no `lora`"),
+            (max_length is not None and max_length < 1, f"`max_length` must be >= 1, got {max_length}"),
+            (isinstance(model, nn.Module) and tokenizer is None, "`tokenizer` must be given with a loaded `model`"),
+            (
+                dtype not in ("float32", "bfloat16", "float16", "float64"),
+                f"`dtype` must be float32, bfloat16, float16 or float64, got {dtype!r}",
+            ),
+        ]
+        problems = [message for wrong, message in checks if wrong]
+        if problems:
+            raise ValueError(f"the {self.role} model's options: {'; '.join(problems)}")
+        self.shared = shared
+        self.lora = lora or (LoraOptions() if shared and not freeze_backbone else None)
+        self.freeze_backbone = freeze_backbone
+        self.max_length = max_length
+        self.dtype = dtype
+        self.gradient_checkpointing = gradient_checkpointing
+        self.seed = seed
+        self.index = index
+        self.counts: dict[str, int] = {}
+        self.classifier: Any = None
+        self.head: ScalarHead | None = None
+        self._model: Any = model
+        self._given_tokenizer = tokenizer
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        # Not registered: the team's weights are the team's, in checkpoints as in parameter lists.
+        self._team: tuple[AgentTeam, ...] = ()
+        self._initial: dict[str, Tensor] = {}
+
+    def bind(self, team: AgentTeam | None, agent: int = 0) -> Self:
+        """Says whose model is meant where none is named; loads nothing.
+
+        Raises:
+            ValueError: If no model is named and the agent's has no name, or ``"team"`` is no LoRA team on one backbone.
+        """
+        if self._team or (self._model is not None and not self.shared):
+            return self
+        if team is None:
+            raise ValueError(f"the {self.role} model needs `model` (a name or a directory): there is no team here")
+        if self.shared:
+            if not team.shares_one_backbone:
+                raise ValueError(
+                    f"the {self.role} model's `model: {TEAM}` needs a LoRA team on one frozen backbone; name a model "
+                    "of its own instead"
+                )
+            self._team = (team,)
+        else:
+            self._model = team.source_name(agent)
+            if self._model is None:
+                raise ValueError(
+                    f"the {self.role} model needs `model`: agent {agent} is a loaded model without a name to load again"
+                )
+        return self
+
+    @property
+    def is_loaded(self) -> bool:
+        """True once the weights are in memory."""
+        return self.head is not None
+
+    def load(self) -> Self:
+        """Loads the backbone and draws what is new; does nothing the second time."""
+        if self.is_loaded:
+            return self
+        if self.shared:
+            team = self._team[0].load()
+            weight = None
+            backbone = team.backbone(0)
+            if self.lora is not None:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(self.seed)
+                    backbone.add_adapter(self._adapter, self.lora.to_peft())
+                backbone.eval()
+            self._tokenizer = self._given_tokenizer or team.tokenizer(0)
+        else:
+            self.classifier, weight, self._tokenizer = self._load_own()
+        decoder = self._decoder
+        self.head = ScalarHead(_hidden_size(decoder), _head_dtype(self._like()), self._like().device)
+        if weight is not None:
+            self.head.weight.data.copy_(weight)
+        else:
+            self._draw_head(1)
+        self._choose_trainable()
+        if self._renews_by_copy:
+            self._initial = {name: value.detach().clone() for name, value in self._trained_backbone().items()}
+        return self
+
+    def _load_own(self) -> tuple[Any, Tensor | None, PreTrainedTokenizerBase]:
+        if isinstance(self._model, nn.Module):
+            classifier, weight = classifier_around(self._model)
+            tokenizer = self._given_tokenizer
+        else:
+            source = resolve_source(str(self._model))
+            classifier, weight = load_classifier(source, self.dtype)
+            tokenizer = self._given_tokenizer or load_tokenizer(source.adapter or source.base)
+        # The head is ours, in float32; the classifier is the form in which the backbone is kept and saved.
+        head = score_head(classifier)
+        head.weight.requires_grad_(False)
+        if self.lora is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                inject_adapter_in_model(self.lora.to_peft(), classifier.base_model, adapter_name=self._adapter)
+            for parameter in adapter_parameters(classifier, self._adapter).values():
+                parameter.data = parameter.data.to(_head_dtype(parameter))
+        assert tokenizer is not None  # checked in the constructor
+        return classifier.eval(), weight, tokenizer
+
+    @property
+    def _renews_by_copy(self) -> bool:
+        """Full weights of a named model are read again instead: a copy would double the memory."""
+        return self.lora is not None or isinstance(self._model, nn.Module)
+
+    def _choose_trainable(self) -> None:
+        if self.classifier is not None:
+            self.classifier.requires_grad_(False)
+        for parameter in self._trained_backbone().values():
+            parameter.requires_grad_(True)
+
+    def _trained_backbone(self) -> dict[str, nn.Parameter]:
+        """What is trained below the head, by name."""
+        if self.freeze_backbone:
+            return {}
+        if self.shared:
+            return adapter_parameters(self._team[0].backbone(0), self._adapter)
+        if self.lora is not None:
+            return adapter_parameters(self.classifier, self._adapter)
+        return dict(self.classifier.base_model.named_parameters())
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The parameters that reward or value learning moves."""
+        assert self.load().head is not None
+        return [*self._trained_backbone().values(), *self.head.parameters()]  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def renew(self, round_number: int) -> None:
+        """Newly initialised for a round: backbone as loaded (or a zero adapter), head drawn anew; in place."""
+        values: Mapping[str, Tensor] = self.load()._initial
+        if not self._renews_by_copy and not self.freeze_backbone:
+            values = dict(self._load_own()[0].base_model.named_parameters())
+        for name, parameter in self._trained_backbone().items():
+            parameter.copy_(values[name])
+        self._draw_head(round_number)
+
+    def _draw_head(self, round_number: int) -> None:
+        assert self.head is not None
+        generator = counted_generator(self.seed, "init", round_number, item=_ROLES.index(self.role), agent=self.index)
+        drawn = torch.randn(self.head.weight.shape, generator=generator, dtype=torch.float64)
+        self.head.weight.data.copy_(HEAD_STD * drawn)
+
+    def joint_tokens(self, prompts: Sequence[str], sides: Sequence[Sequence[str]]) -> tuple[list[int], list[list[int]]]:
+        """Token ids of one item's prompts and of several joint responses to it.
+
+        Prompts come first, so that all joint responses of an item begin with the same tokens; prompts and responses are
+        tokenised apart, so that no token crosses the border; there is no EOS at the end. All sides get the same prompt
+        ids, cut on the left so that the longest side fits; a side that alone is too long is cut on the left as well.
+        Both are counted (``truncated_joint_texts``) and warned of once.
+
+        Args:
+            prompts: ``N`` texts.
+            sides: Joint responses, ``N`` texts each; an empty one stands for none.
+
+        Returns:
+            Ids of the prompts, and of each side.
+        """
+        prefix = encode_prompt(self.tokenizer, joint_prompt(prompts))
+        responses = [encode_response(self.tokenizer, joint_response(side)) if side else [] for side in sides]
+        limit = self.length_limit
+        longest = max(map(len, responses))
+        if limit is None or len(prefix) + longest <= limit:
+            return prefix, responses
+        warn_once(
+            self.counts,
+            "truncated_joint_texts",
+            f"a joint text of {len(prefix) + longest} tokens was cut on the left to the {limit} that the {self.role} "
+            "model reads; further ones are counted as `truncated_joint_texts`",
+        )
+        responses = [ids[-limit:] for ids in responses]
+        room = limit - max(map(len, responses))
+        return prefix[len(prefix) - room :] if room else [], responses
+
+    @property
+    def device(self) -> torch.device:
+        """Where its backbone lies."""
+        return self.load()._like().device
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the texts that it reads."""
+        tokenizer = self.load()._tokenizer
+        assert tokenizer is not None
+        return tokenizer
+
+    @property
+    def pad_id(self) -> int:
+        """Fills up rows; scores do not depend on it."""
+        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        return 0
+
+    @property
+    def length_limit(self) -> int | None:
+        """Most tokens of a text, None if neither the options nor the model name a limit."""
+        limits = [self.max_length, context_length_of(self._decoder)]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def _adapter(self) -> str:
+        return f"{self.role}_{self.index}"
+
+    @property
+    def _decoder(self) -> Any:
+        return self._team[0].model(0).base_model if self.shared else self.classifier.base_model
+
+    def _like(self) -> Tensor:
+        return next(self._decoder.parameters())
+
+    def _active(self) -> AbstractContextManager[None]:
+        if not self.shared:
+            return nullcontext()
+        backbone = self._team[0].backbone(0)
+        return adapter_active(backbone, self._adapter if self.lora is not None else None)
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        del mode
+        return super().train(False)
+
+    @override
+    def forward(self, rows: TokenBatch) -> Tensor:
+        """One number per row.
+
+        Args:
+            rows: ``R`` texts, padded on either side; the last real token is found from the attention mask.
+
+        Returns:
+            Shape ``(R,)``, float32 (float64 for a float64 backbone); differentiable.
+        """
+        assert self.load().head is not None
+        decoder, mask = self._decoder, rows.attention_mask
+        inputs: dict[str, Any] = {"input_ids": rows.input_ids, "attention_mask": mask.long(), "use_cache": False}
+        if accepts(decoder, "position_ids"):
+            inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
+
+        def contexts() -> ContextPair:
+            return nullcontext(), self._active()
+
+        checkpointing = checkpointed_layers(decoder, contexts) if self.gradient_checkpointing else nullcontext()
+        with self._active(), checkpointing:
+            states = decoder(**inputs)[0]
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        return self.head(states[torch.arange(len(states), device=states.device), last])  # type: ignore[misc]
+
+    def save(self, directory: Path | str) -> None:
+        """Writes it so that ``AutoModelForSequenceClassification.from_pretrained`` loads it; adapters are merged."""
+        assert self.load().head is not None
+        if self.shared:
+            classifier, _ = classifier_around(deepcopy_detached(self._team[0].model(0)))
+        else:
+            classifier = deepcopy_detached(self.classifier)
+        merge_adapter(classifier, self._adapter)
+        score = score_head(classifier)
+        score.weight.data = self.head.weight.data.detach().to(score.weight.device)  # type: ignore[union-attr]
+        classifier.config.pad_token_id = self.pad_id
+        classifier.config.num_labels = 1
+
+        def write(target: Path) -> None:
+            classifier.save_pretrained(target)
+            self.tokenizer.save_pretrained(target)
+
+        write_directory(Path(directory), write)
+
+
+_ROLES = ("reward", "critic")
+HEAD_STD = 0.02
+"""Standard deviation of a new head's weights, as transformers initialises them."""
+
+
+class ScalarHead(nn.Module):
+    """A linear map to one number without bias, in float32 at least whatever the module around it is cast to."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, size, dtype=dtype, device=device))
+
+    @override
+    def forward(self, states: Tensor) -> Tensor:
+        """Numbers of shape ``(R,)`` for states of shape ``(R, H)``."""
+        with torch.autocast(states.device.type, enabled=False):
+            return states.to(self.weight.dtype) @ self.weight[0]
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+
+        return super()._apply(keep_precision, recurse)
+
+
+def _head_dtype(like: Tensor) -> torch.dtype:
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
+def _hidden_size(decoder: Any) -> int:
+    return int(decoder.config.get_text_config().hidden_size)

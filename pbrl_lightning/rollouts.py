@@ -1,0 +1,329 @@
+"""Rollouts as data: sampled, scored and turned into advantages when the learner asks for the next batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from statistics import fmean
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pbrl_lightning.agents.sampling import SamplingConfig
+from pbrl_lightning.agents.team import AgentTeam
+from pbrl_lightning.batches import RolloutBatch, TaskItem, TeamSample, TokenBatch
+from pbrl_lightning.distributed import gather_by_index
+from pbrl_lightning.preferences.oracle import Oracle
+from pbrl_lightning.preferences.pair_tokens import collate_rows
+from pbrl_lightning.randomness import counted_generator, counted_permutation
+
+Rows = list[tuple[list[int], list[int]]]
+"""Token ids of a prompt and of what follows it, per row."""
+
+
+@dataclass
+class Rollout:
+    """The rollout batch in progress of one process, in plain containers and tensors (it goes into checkpoints).
+
+    ``B`` items, ``G`` responses each, ``R = B * G``.
+
+    Attributes:
+        agent_rows: Per agent, ``R`` rows.
+        critic_rows: Per critic with a model of its own, ``B`` or ``R`` rows.
+        rewards: Shared reward, shape ``(R,)``; 0 where there is none.
+        scored: Shape ``(R,)``, bool.
+        returns: Each agent's reward, the reference KL subtracted, shape ``(N, R)``.
+        advantages: Shape ``(N, R)``.
+        old_values: Shape ``(C, R)``, or None.
+        weights: Shape ``(R,)``.
+        metrics: What is logged of it.
+    """
+
+    agent_rows: list[Rows]
+    critic_rows: list[Rows]
+    rewards: Tensor
+    scored: Tensor
+    returns: Tensor
+    advantages: Tensor
+    old_values: Tensor | None
+    weights: Tensor
+    metrics: dict[str, float]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class PolicyLearner(Protocol):
+    """What a rollout needs to know of the module that learns from it."""
+
+    num_generations: int
+
+    def critic_rows(self, prompts: list[list[str]], completions: list[list[str]]) -> list[Rows]:
+        """What critics with models of their own read, per critic; empty without any."""
+        ...
+
+    def critic_pad_ids(self) -> list[int]:
+        """What fills up their rows."""
+        ...
+
+    def old_values(self, agents: list[TokenBatch], critic_rows: list[TokenBatch]) -> Tensor | None:
+        """The critics' values now, shape ``(C, R)``."""
+        ...
+
+    def reference_penalty(self, agents: list[TokenBatch]) -> tuple[Tensor | None, dict[str, float]]:
+        """What is subtracted from each agent's reward, shape ``(N, R)``, and what is logged of it."""
+        ...
+
+    def advantages(self, returns: Tensor, old_values: Tensor | None, scored: Tensor) -> Tensor:
+        """Advantages of the global rollout batch, all of shape ``(N, B, G)`` or ``(C, B, G)``."""
+        ...
+
+
+@dataclass
+class RolloutLoader:
+    """Minibatches of one policy epoch over the task items, in a counted order.
+
+    A rollout batch is sampled when its first minibatch is asked for, so with the weights of the update it feeds. The
+    loader has a length and no workers: Lightning would sample a loader without length one batch ahead.
+
+    Attributes:
+        learner: Who learns from the rollouts.
+        team: The agents.
+        items: All task items.
+        oracle: Scores joint responses: the task reward, or a reward model.
+        sampling: How responses are sampled.
+        rollout_batch_size: Items per rollout and process.
+        train_batch_size: Items per minibatch and process; an item's responses stay together.
+        seed: The run's seed.
+        epoch: Policy epochs of the run before this one; numbers the draws.
+        accumulation: Batches per optimizer step.
+        rank: This process.
+        world_size: Number of processes.
+        on_rollout: Called with the number of joint responses sampled (over all processes) and what is to be logged.
+    """
+
+    learner: PolicyLearner
+    team: AgentTeam
+    items: list[TaskItem]
+    oracle: Oracle
+    sampling: SamplingConfig
+    rollout_batch_size: int
+    train_batch_size: int
+    seed: int
+    epoch: int = 0
+    accumulation: int = 1
+    rank: int = 0
+    world_size: int = 1
+    on_rollout: Callable[[int, dict[str, float]], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._position = 0
+        self._rollout: Rollout | None = None
+
+    def __len__(self) -> int:
+        return len(self._plan())
+
+    def __iter__(self) -> Iterator[RolloutBatch]:
+        plan = self._plan()
+        order = counted_permutation(len(self.items), counted_generator(self.seed, "order", self.epoch, item=1))
+        while self._position < len(plan):
+            rollout_index, start, stop = plan[self._position]
+            if start == 0:
+                self._rollout = self._sample(self._global_items(order, rollout_index))
+            assert self._rollout is not None  # begun here, or restored from a checkpoint
+            batch = self._minibatch(self._rollout, order, plan, self._position, start, stop)
+            self._position += 1
+            yield batch
+        self._position, self._rollout = 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many minibatches of the epoch were handed out, and the rollout they are cut from."""
+        rollout = None if self._rollout is None else self._rollout.state_dict()
+        return {"position": self._position, "rollout": rollout}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on after that many minibatches; a finished epoch starts the next one from its beginning."""
+        self._position = state["position"] % max(1, len(self))
+        self._rollout = None if state["rollout"] is None else Rollout(**state["rollout"])
+
+    def _plan(self) -> list[tuple[int, int, int]]:
+        """Per minibatch: its rollout, and its first and last item (exclusive) within this process's share of it."""
+        plan = []
+        size = self.rollout_batch_size * self.world_size
+        for rollout in range(-(-len(self.items) // size)):
+            count = -(-min(size, len(self.items) - rollout * size) // self.world_size)
+            for start in range(0, count, self.train_batch_size):
+                plan.append((rollout, start, min(start + self.train_batch_size, count)))
+        return plan
+
+    def _global_items(self, order: list[int], rollout: int) -> list[int]:
+        size = self.rollout_batch_size * self.world_size
+        return order[rollout * size : (rollout + 1) * size]
+
+    def _sample(self, everyone: list[int]) -> Rollout:
+        """Samples this process's share of a global rollout batch; advantages are of the whole."""
+        count = self.learner.num_generations
+        own = everyone[self.rank :: self.world_size]
+        # A short rank samples the first item once more, with weight 0, so that all make the same number of steps.
+        filled = own + everyone[:1] * (-(-len(everyone) // self.world_size) - len(own))
+        items = [self.items[index] for index in filled]
+        samples = self.team.sample(
+            items,
+            filled,
+            num_candidates=count,
+            sampling=self.sampling,
+            seed=self.seed,
+            stream="rollouts",
+            step=self.epoch,
+        )
+        rewards, scored = self._score(items, samples)
+        agent_rows = [_response_rows(samples, agent) for agent in range(self.team.num_agents)]
+        prompts, completions = _texts(samples)
+        critic_rows = self.learner.critic_rows(prompts, completions)
+        old_values, penalty, metrics = self._quantities(agent_rows, critic_rows)
+        returns = rewards.expand(self.team.num_agents, -1)
+        returns = returns - penalty.cpu().double() if penalty is not None else returns.clone()
+        advantages, share = self._advantages(everyone, own, returns, old_values, scored)
+        weights = scored.double() * share
+        weights[len(own) * count :] = 0.0
+        found = rewards[: len(own) * count][scored[: len(own) * count]].tolist()
+        metrics["rollout/scored"] = float(len(found))
+        if found:
+            metrics["turn_1/reward_mean"] = metrics["turn_1/expected_return"] = fmean(found)
+        if self.on_rollout is not None:
+            self.on_rollout(len(everyone) * count, metrics)
+        return Rollout(agent_rows, critic_rows, rewards, scored, returns, advantages, old_values, weights, metrics)
+
+    def _score(self, items: list[TaskItem], samples: list[TeamSample]) -> tuple[Tensor, Tensor]:
+        """Rewards and which responses have one, both of shape ``(R,)``."""
+        count = self.learner.num_generations
+        prompts, completions = _texts(samples)
+        scores = self.oracle.score(
+            [item for item in items for _ in range(count)],
+            [sample.item_index for sample in samples for _ in range(count)],
+            [[text for text in column for _ in range(count)] for column in prompts],
+            completions,
+        )
+        rewards = torch.tensor([0.0 if score is None else score.value for score in scores], dtype=torch.float64)
+        return rewards, torch.tensor([score is not None for score in scores])
+
+    @torch.no_grad()
+    def _quantities(
+        self, agent_rows: list[Rows], critic_rows: list[Rows]
+    ) -> tuple[Tensor | None, Tensor | None, dict[str, float]]:
+        """Old values and reference penalty, in minibatches as training has them."""
+        values, penalties = [], []
+        metrics: dict[str, float] = {}
+        items = len(agent_rows[0]) // self.learner.num_generations
+        for start in range(0, items, self.train_batch_size):
+            stop = min(start + self.train_batch_size, items)
+            agents = [batch.to(self._device) for batch in self._agent_batches(agent_rows, start, stop)]
+            critics = [batch.to(self._device) for batch in self._critic_batches(critic_rows, items, start, stop)]
+            values.append(self.learner.old_values(agents, critics))
+            penalty, logged = self.learner.reference_penalty(agents)
+            penalties.append(penalty)
+            for name, value in logged.items():
+                metrics[name] = metrics.get(name, 0.0) + value * (stop - start) / items
+        return _joined(values), _joined(penalties), metrics
+
+    def _advantages(
+        self, everyone: list[int], own: list[int], returns: Tensor, old_values: Tensor | None, scored: Tensor
+    ) -> tuple[Tensor, float]:
+        """This process's advantages ``(N, R)``, and by how much a scored response counts for unscored ones."""
+        count = self.learner.num_generations
+        grouped = returns.unflatten(1, (-1, count))
+        values = None if old_values is None else old_values.cpu().double().unflatten(1, (-1, count))
+        mask = scored.unflatten(0, (-1, count))
+        parts = {
+            everyone.index(item): (grouped[:, row], None if values is None else values[:, row], mask[row])
+            for row, item in enumerate(own)
+        }
+        gathered = gather_by_index(parts)
+        all_returns = torch.stack([part[0] for part in gathered], 1)
+        all_scored = torch.stack([part[2] for part in gathered])
+        kept = [part[1] for part in gathered if part[1] is not None]
+        all_values = torch.stack(kept, 1) if kept else None
+        advantages = self.learner.advantages(all_returns, all_values, all_scored)
+        places = [everyone.index(item) for item in own]
+        places += [0] * (grouped.shape[1] - len(places))
+        share = all_scored.numel() / max(1, int(all_scored.sum()))
+        return advantages[:, places].flatten(1), share
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.team.parameters()).device
+
+    def _agent_batches(self, rows: list[Rows], start: int, stop: int) -> list[TokenBatch]:
+        count = self.learner.num_generations
+        pads = [self.team.tokenizer(agent).pad_token_id or 0 for agent in range(self.team.num_agents)]
+        return [_collate(r[start * count : stop * count], pad) for r, pad in zip(rows, pads, strict=True)]
+
+    def _critic_batches(self, rows: list[Rows], items: int, start: int, stop: int) -> list[TokenBatch]:
+        per_item = [len(r) // items for r in rows]
+        return [
+            _collate(r[start * width : stop * width], pad)
+            for r, width, pad in zip(rows, per_item, self.learner.critic_pad_ids(), strict=True)
+        ]
+
+    def _minibatch(
+        self,
+        rollout: Rollout,
+        order: list[int],
+        plan: list[tuple[int, int, int]],
+        position: int,
+        start: int,
+        stop: int,
+    ) -> RolloutBatch:
+        count = self.learner.num_generations
+        rows = slice(start * count, stop * count)
+        items = len(rollout.agent_rows[0]) // count
+        step = position // self.accumulation
+        batches = plan[step * self.accumulation : (step + 1) * self.accumulation]
+        step_items = sum(self._global_count(order, *batch) for batch in batches)
+        return RolloutBatch(
+            agents=self._agent_batches(rollout.agent_rows, start, stop),
+            advantages=rollout.advantages[:, rows],
+            returns=rollout.returns[:, rows],
+            weights=rollout.weights[rows],
+            loss_scale=self.world_size * self.accumulation / (step_items * count),
+            num_generations=count,
+            rewards=rollout.rewards[rows],
+            critic_rows=self._critic_batches(rollout.critic_rows, items, start, stop),
+            old_values=None if rollout.old_values is None else rollout.old_values[:, rows],
+        )
+
+    def _global_count(self, order: list[int], rollout: int, start: int, stop: int) -> int:
+        """Items of one minibatch over all processes, those that only fill up left out."""
+        everyone = len(self._global_items(order, rollout))
+        shares = [len(range(rank, everyone, self.world_size)) for rank in range(self.world_size)]
+        return sum(max(0, min(stop, share) - start) for share in shares)
+
+
+def _texts(samples: list[TeamSample]) -> tuple[list[list[str]], list[list[str]]]:
+    """``N`` lists of ``B`` prompts, and ``N`` lists of ``R`` completions."""
+    agents = range(len(samples[0].prompts))
+    prompts = [[sample.prompts[agent] for sample in samples] for agent in agents]
+    completions = [
+        [r.text for sample in samples for _, r in sorted(sample.responses[agent].items())] for agent in agents
+    ]
+    return prompts, completions
+
+
+def _response_rows(samples: list[TeamSample], agent: int) -> Rows:
+    rows: Rows = []
+    for sample in samples:
+        assert sample.prompt_ids is not None  # a team knows what it read
+        responses = sorted(sample.responses[agent].items())
+        rows += [(sample.prompt_ids[agent], response.token_ids) for _, response in responses]
+    return rows
+
+
+def _collate(rows: Rows, pad_id: int) -> TokenBatch:
+    return collate_rows([prompt for prompt, _ in rows], [response for _, response in rows], pad_id)
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    kept = [part for part in parts if part is not None]
+    return torch.cat(kept, 1).cpu() if kept else None

@@ -26,7 +26,7 @@ from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.round_files import read_pairs
 from pbrl_lightning.preferences.selection import PairSelection
 from pbrl_lightning.rollouts import RolloutLoader
-from pbrl_lightning.rounds import RoundRecord, RunProgress, completed_epochs, log_to, notify
+from pbrl_lightning.rounds import RoundRecord, RunProgress, completed_epochs, log_round, log_to, notify
 from pbrl_lightning.schedule import Position, RoundSchedule
 
 
@@ -143,6 +143,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self._progress = RunProgress()
         self._pairs: list[PreferencePair] = []
         self._tokens: list[PairTokens] | None = None
+        self._held_out: tuple[list[PreferencePair], list[PairTokens]] | None = None
 
     @property
     def rounds(self) -> list[RoundRecord]:
@@ -176,6 +177,7 @@ class PreferenceDataModule(L.LightningDataModule):
     @override
     def setup(self, stage: str) -> None:
         trainer, module = self._trainer, self._module
+        self._held_out = None
         if stage != "fit":
             return
         self._start_afresh()
@@ -215,10 +217,12 @@ class PreferenceDataModule(L.LightningDataModule):
     def val_dataloader(self) -> EvaluationLoader | PairLoader | list[Any]:
         module = self._module
         if not isinstance(module, TeamModule):
-            pairs = self._file_pairs()
-            if self._trainer.state.fn == "fit":
-                pairs = held_out_split(pairs, self._held_out_fraction, self.seed)[1]
-            return self._pair_loader(*module.encode_pairs(pairs), epoch=0)
+            if self._held_out is None:
+                pairs = self._file_pairs()
+                if self._trainer.state.fn == "fit":
+                    pairs = held_out_split(pairs, self._held_out_fraction, self.seed)[1]
+                self._held_out = module.encode_pairs(pairs)
+            return self._pair_loader(*self._held_out, epoch=0)
         if self._trainer.state.fn == "fit":
             return []
         if self.evaluator is None:
@@ -334,7 +338,10 @@ class PreferenceDataModule(L.LightningDataModule):
             if position is None:
                 self._trainer.fit_loop.max_epochs = epoch
                 if not epoch:
-                    rank_zero_warn("no task item gave a preference pair (all ties?); the run ends without an update")
+                    nothing = (
+                        "no pair of the files differs" if self.pair_paths else "no task item gave a preference pair"
+                    )
+                    rank_zero_warn(f"{nothing} (all ties?); the run ends without an update")
                 return None
             progress.round = position.round
             self._pairs, self._tokens = self._begin_round(position.round)
@@ -361,7 +368,7 @@ class PreferenceDataModule(L.LightningDataModule):
         pairs, tokens = module.encode_pairs(chosen)
         record = self.rounds[-1]
         record.train_pairs = len(pairs)
-        self._log(record)
+        log_round(trainer, record, self._progress, self.oracle.num_dropped if self.oracle is not None else 0)
         notify(trainer, "on_round_collected", record)
         return pairs, tokens
 
@@ -391,16 +398,3 @@ class PreferenceDataModule(L.LightningDataModule):
         if self._progress.ended_round < self._progress.round:
             self._progress.ended_round = self._progress.round
             notify(self._trainer, "on_round_end", self._progress.round)
-
-    def _log(self, record: RoundRecord) -> None:
-        metrics = record.metrics()
-        metrics["iter/total_preference_pairs"] = self._progress.total_pairs
-        metrics["env_step"] = self._progress.env_step
-        metrics["collect/dropped_candidates"] = self.oracle.num_dropped if self.oracle is not None else 0
-        counts = self._team_module.team.counts
-        for name in ("truncated_prompts", "truncated_responses", "identical_pairs"):
-            metrics[f"collect/{name}"] = counts.get(name, 0)
-        if (learned := self._module.learned_reward) is not None:
-            metrics["collect/identical_pairs"] += learned.counts.get("identical_pairs", 0)
-            metrics["reward/truncated_joint_texts"] = learned.counts.get("truncated_joint_texts", 0)
-        log_to(self._trainer, metrics)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -36,8 +36,8 @@ class Rollout:
         returns: Each agent's reward, the reference KL subtracted, shape ``(N, R)``.
         advantages: Shape ``(N, R)``.
         old_values: Shape ``(C, R)``, or None.
-        weights: Shape ``(R,)``.
-        metrics: What is logged of it.
+        weights: Shape ``(R,)``; 0 for a response without a score and for items that only fill up a short rank.
+        global_scored: Which responses of the global rollout batch have a score, shape ``(B over all processes, G)``.
     """
 
     agent_rows: list[Rows]
@@ -48,7 +48,7 @@ class Rollout:
     advantages: Tensor
     old_values: Tensor | None
     weights: Tensor
-    metrics: dict[str, float]
+    global_scored: Tensor
 
     def state_dict(self) -> dict[str, Any]:
         """The fields by name."""
@@ -72,8 +72,13 @@ class PolicyLearner(Protocol):
         """The critics' values now, shape ``(C, R)``."""
         ...
 
-    def reference_penalty(self, agents: list[TokenBatch]) -> tuple[Tensor | None, dict[str, float]]:
-        """What is subtracted from each agent's reward, shape ``(N, R)``, and what is logged of it."""
+    @property
+    def kl_coef(self) -> float:
+        """Reward per nat of KL against the reference; 0 without one."""
+        ...
+
+    def kl_to_reference(self, agents: list[TokenBatch]) -> tuple[Tensor, Tensor] | None:
+        """KL of each response and how many of its tokens were clamped, both of shape ``(N, R)``."""
         ...
 
     def advantages(self, returns: Tensor, old_values: Tensor | None, scored: Tensor) -> Tensor:
@@ -119,7 +124,7 @@ class RolloutLoader:
     on_rollout: Callable[[int, dict[str, float]], None] | None = None
 
     def __post_init__(self) -> None:
-        self._position = 0
+        self._start = self._position = 0
         self._rollout: Rollout | None = None
 
     def __len__(self) -> int:
@@ -128,15 +133,15 @@ class RolloutLoader:
     def __iter__(self) -> Iterator[RolloutBatch]:
         plan = self._plan()
         order = counted_permutation(len(self.items), counted_generator(self.seed, "order", self.epoch, item=1))
-        while self._position < len(plan):
-            rollout_index, start, stop = plan[self._position]
+        begin, self._start = self._start, 0
+        for position in range(begin, len(plan)):
+            rollout_index, start, stop = plan[position]
             if start == 0:
                 self._rollout = self._sample(self._global_items(order, rollout_index))
             assert self._rollout is not None  # begun here, or restored from a checkpoint
-            batch = self._minibatch(self._rollout, order, plan, self._position, start, stop)
-            self._position += 1
+            batch = self._minibatch(self._rollout, order, plan, position, start, stop)
+            self._position = position + 1
             yield batch
-        self._position, self._rollout = 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """How many minibatches of the epoch were handed out, and the rollout they are cut from."""
@@ -145,7 +150,7 @@ class RolloutLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after that many minibatches; a finished epoch starts the next one from its beginning."""
-        self._position = state["position"] % max(1, len(self))
+        self._start = self._position = state["position"] % max(1, len(self))
         self._rollout = None if state["rollout"] is None else Rollout(**state["rollout"])
 
     def _plan(self) -> list[tuple[int, int, int]]:
@@ -169,6 +174,7 @@ class RolloutLoader:
         # A short rank samples the first item once more, with weight 0, so that all make the same number of steps.
         filled = own + everyone[:1] * (-(-len(everyone) // self.world_size) - len(own))
         items = [self.items[index] for index in filled]
+        started = time.monotonic()
         samples = self.team.sample(
             items,
             filled,
@@ -178,23 +184,53 @@ class RolloutLoader:
             stream="rollouts",
             step=self.epoch,
         )
+        seconds = time.monotonic() - started
         rewards, scored = self._score(items, samples)
         agent_rows = [_response_rows(samples, agent) for agent in range(self.team.num_agents)]
         prompts, completions = _texts(samples)
         critic_rows = self.learner.critic_rows(prompts, completions)
-        old_values, penalty, metrics = self._quantities(agent_rows, critic_rows)
-        returns = rewards.expand(self.team.num_agents, -1)
-        returns = returns - penalty.cpu().double() if penalty is not None else returns.clone()
-        advantages, share = self._advantages(everyone, own, returns, old_values, scored)
-        weights = scored.double() * share
+        old_values, kl, clamped = self._quantities(agent_rows, critic_rows)
+        returns = rewards - self.learner.kl_coef * kl
+        by_item = {
+            "returns": returns.unflatten(1, (-1, count)).transpose(0, 1),
+            "kl": torch.stack([kl, clamped]).unflatten(2, (-1, count)).movedim(2, 0),
+            "rewards": rewards.unflatten(0, (-1, count)),
+            "scored": scored.unflatten(0, (-1, count)),
+        }
+        if old_values is not None:
+            by_item["values"] = old_values.unflatten(1, (-1, count)).transpose(0, 1)
+        everything = _gather(by_item, [everyone.index(item) for item in own])
+        everyones_values = everything["values"].transpose(0, 1) if "values" in everything else None
+        advantages = self.learner.advantages(
+            everything["returns"].transpose(0, 1), everyones_values, everything["scored"]
+        )
+        self._log(everything, len(everyone) * count, _count_tokens(agent_rows) / max(seconds, 1e-9))
+        weights = scored.double()
         weights[len(own) * count :] = 0.0
-        found = rewards[: len(own) * count][scored[: len(own) * count]].tolist()
-        metrics["rollout/scored"] = float(len(found))
-        if found:
-            metrics["turn_1/reward_mean"] = metrics["turn_1/expected_return"] = fmean(found)
-        if self.on_rollout is not None:
-            self.on_rollout(len(everyone) * count, metrics)
-        return Rollout(agent_rows, critic_rows, rewards, scored, returns, advantages, old_values, weights, metrics)
+        places = [everyone.index(item) for item in filled]
+        return Rollout(
+            agent_rows,
+            critic_rows,
+            rewards,
+            scored,
+            returns,
+            advantages[:, places].flatten(1),
+            old_values,
+            weights,
+            everything["scored"],
+        )
+
+    def _log(self, everything: dict[str, Tensor], num_responses: int, tokens_per_second: float) -> None:
+        if self.on_rollout is None:
+            return
+        found = everything["rewards"][everything["scored"]]
+        metrics = {"rollout/scored_responses": float(len(found)), "rollout/tokens_per_second": tokens_per_second}
+        if len(found):
+            metrics["turn_1/reward_mean"] = metrics["turn_1/expected_return"] = found.mean().item()
+        if self.learner.kl_coef:
+            kl, clamped = everything["kl"].unbind(1)
+            metrics |= {"policy/kl": kl.mean().item(), "policy/kl_clamped_tokens": clamped.sum().item()}
+        self.on_rollout(num_responses, metrics)
 
     def _score(self, items: list[TaskItem], samples: list[TeamSample]) -> tuple[Tensor, Tensor]:
         """Rewards and which responses have one, both of shape ``(R,)``."""
@@ -210,46 +246,22 @@ class RolloutLoader:
         return rewards, torch.tensor([score is not None for score in scores])
 
     @torch.no_grad()
-    def _quantities(
-        self, agent_rows: list[Rows], critic_rows: list[Rows]
-    ) -> tuple[Tensor | None, Tensor | None, dict[str, float]]:
-        """Old values and reference penalty, in minibatches as training has them."""
-        values, penalties = [], []
-        metrics: dict[str, float] = {}
-        items = len(agent_rows[0]) // self.learner.num_generations
+    def _quantities(self, agent_rows: list[Rows], critic_rows: list[Rows]) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Old values ``(C, R)``, KL and clamped tokens ``(N, R)``, in minibatches as training has them."""
+        values, kls, clamped = [], [], []
+        count = self.learner.num_generations
+        items = len(agent_rows[0]) // count
         for start in range(0, items, self.train_batch_size):
             stop = min(start + self.train_batch_size, items)
             agents = [batch.to(self._device) for batch in self._agent_batches(agent_rows, start, stop)]
             critics = [batch.to(self._device) for batch in self._critic_batches(critic_rows, items, start, stop)]
             values.append(self.learner.old_values(agents, critics))
-            penalty, logged = self.learner.reference_penalty(agents)
-            penalties.append(penalty)
-            for name, value in logged.items():
-                metrics[name] = metrics.get(name, 0.0) + value * (stop - start) / items
-        return _joined(values), _joined(penalties), metrics
-
-    def _advantages(
-        self, everyone: list[int], own: list[int], returns: Tensor, old_values: Tensor | None, scored: Tensor
-    ) -> tuple[Tensor, float]:
-        """This process's advantages ``(N, R)``, and by how much a scored response counts for unscored ones."""
-        count = self.learner.num_generations
-        grouped = returns.unflatten(1, (-1, count))
-        values = None if old_values is None else old_values.cpu().double().unflatten(1, (-1, count))
-        mask = scored.unflatten(0, (-1, count))
-        parts = {
-            everyone.index(item): (grouped[:, row], None if values is None else values[:, row], mask[row])
-            for row, item in enumerate(own)
-        }
-        gathered = gather_by_index(parts)
-        all_returns = torch.stack([part[0] for part in gathered], 1)
-        all_scored = torch.stack([part[2] for part in gathered])
-        kept = [part[1] for part in gathered if part[1] is not None]
-        all_values = torch.stack(kept, 1) if kept else None
-        advantages = self.learner.advantages(all_returns, all_values, all_scored)
-        places = [everyone.index(item) for item in own]
-        places += [0] * (grouped.shape[1] - len(places))
-        share = all_scored.numel() / max(1, int(all_scored.sum()))
-        return advantages[:, places].flatten(1), share
+            nothing = torch.zeros(len(agents), (stop - start) * count)
+            kl, cut = self.learner.kl_to_reference(agents) or (nothing, nothing)
+            kls.append(kl.cpu().double())
+            clamped.append(cut.cpu().double())
+        kept = [value.cpu().double() for value in values if value is not None]
+        return torch.cat(kept, 1) if kept else None, torch.cat(kls, 1), torch.cat(clamped, 1)
 
     @property
     def _device(self) -> torch.device:
@@ -282,11 +294,16 @@ class RolloutLoader:
         step = position // self.accumulation
         batches = plan[step * self.accumulation : (step + 1) * self.accumulation]
         step_items = sum(self._global_count(order, *batch) for batch in batches)
+        # Responses without a score are left out of the mean over the responses of their optimizer step.
+        same = [batch for batch in batches if batch[0] == plan[position][0]]
+        items_seen = sum(self._global_count(order, *batch) for batch in same)
+        world = self.world_size
+        num_scored = sum(int(rollout.global_scored[first * world : last * world].sum()) for _, first, last in same)
         return RolloutBatch(
             agents=self._agent_batches(rollout.agent_rows, start, stop),
             advantages=rollout.advantages[:, rows],
             returns=rollout.returns[:, rows],
-            weights=rollout.weights[rows],
+            weights=rollout.weights[rows] * (items_seen * count / max(1, num_scored)),
             loss_scale=self.world_size * self.accumulation / (step_items * count),
             num_generations=count,
             rewards=rollout.rewards[rows],
@@ -324,6 +341,12 @@ def _collate(rows: Rows, pad_id: int) -> TokenBatch:
     return collate_rows([prompt for prompt, _ in rows], [response for _, response in rows], pad_id)
 
 
-def _joined(parts: list[Tensor | None]) -> Tensor | None:
-    kept = [part for part in parts if part is not None]
-    return torch.cat(kept, 1).cpu() if kept else None
+def _count_tokens(agent_rows: list[Rows]) -> int:
+    return sum(len(response) for rows in agent_rows for _, response in rows)
+
+
+def _gather(by_item: dict[str, Tensor], places: list[int]) -> dict[str, Tensor]:
+    """What all processes have of each item (first dimension), in the order of the items' places."""
+    parts = {place: {name: values[row] for name, values in by_item.items()} for row, place in enumerate(places)}
+    gathered = gather_by_index(parts)
+    return {name: torch.stack([part[name] for part in gathered]) for name in by_item}

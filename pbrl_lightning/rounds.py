@@ -96,3 +96,16 @@ def log_to(trainer: L.Trainer, metrics: Mapping[str, float]) -> None:
     """Writes numbers to every logger at the current optimizer step, outside of Lightning's logging interval."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=trainer.global_step)
+
+
+def log_round(trainer: L.Trainer, record: RoundRecord, progress: RunProgress, num_dropped: int) -> None:
+    """Writes what a round collected to every logger, and the counts of what was cut or dropped so far."""
+    metrics = record.metrics()
+    metrics["iter/total_preference_pairs"] = progress.total_pairs
+    metrics["env_step"] = progress.env_step
+    metrics["collect/dropped_candidates"] = num_dropped
+    counts = trainer.lightning_module.counts()  # type: ignore[operator]
+    for name in ("truncated_prompts", "truncated_responses", "truncated_joint_texts", "identical_pairs"):
+        if name in counts:
+            metrics[f"collect/{name}"] = counts[name]
+    log_to(trainer, metrics)

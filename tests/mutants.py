@@ -86,6 +86,48 @@ MUTANTS = [
         "ids = ids[: min(limits)]",
         "tests/test_prompts.py",
     ),
+    Mutant(
+        "reward head reads the first pad",
+        "models/scalar.py",
+        "last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)",
+        "last = (~mask).int().argmax(1)",
+        "tests/test_reward_model.py",
+    ),
+    Mutant(
+        "advantage sign flipped",
+        "losses.py",
+        "return -(advantages.detach() * logps).sum(0)",
+        "return (advantages.detach() * logps).sum(0)",
+        "tests/test_rl_losses.py",
+    ),
+    Mutant(
+        "baseline over the batch instead of the group",
+        "advantages.py",
+        '"magrpo": _centred,',
+        '"magrpo": lambda rewards, kept: _centred(rewards, kept, (-2, -1)),',
+        "tests/test_advantages.py",
+    ),
+    Mutant(
+        "reward model left trainable in the policy phase",
+        "models/reward.py",
+        "    @torch.no_grad()\n    def score_texts",
+        "    def score_texts",
+        "tests/test_marl.py",
+    ),
+    Mutant(
+        "reference KL subtracted from the team's reward",
+        "rollouts.py",
+        "returns = returns - penalty.cpu().double()",
+        "returns = returns - penalty.cpu().double().mean(0)",
+        "tests/test_reference.py",
+    ),
+    Mutant(
+        "a reference that moves",
+        "agents/reference.py",
+        "{name: p.detach().clone() for",
+        "{name: p.detach() for",
+        "tests/test_reference.py",
+    ),
 ]
 
 

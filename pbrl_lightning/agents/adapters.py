@@ -105,6 +105,22 @@ def attach_adapters(
     return peft_model.eval()
 
 
+def add_adapter(peft_model: PeftModel, name: str, lora: LoraOptions, seed: int) -> None:
+    """Puts one more adapter that changes nothing yet on a backbone; replaces one of the same name.
+
+    Which of the other adapters' parameters are trained stays as it is: PEFT would change it.
+    """
+    trained = {parameter: parameter.requires_grad for parameter in peft_model.parameters()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if name in peft_model.peft_config:
+            peft_model.delete_adapter(name)
+        peft_model.add_adapter(name, lora.to_peft())
+    for parameter, requires_grad in trained.items():
+        parameter.requires_grad_(requires_grad)
+    peft_model.eval()
+
+
 def adapter_parameters(peft_model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """The parameters of one adapter, by full name."""
     return {key: parameter for key, parameter in peft_model.named_parameters() if f".{name}." in f"{key}."}
@@ -127,6 +143,19 @@ def adapter_active(model: nn.Module, name: str | None) -> Iterator[None]:
     finally:
         for layer, adapter in zip(layers, earlier, strict=True):
             layer._active_adapter = adapter
+
+
+@contextmanager
+def kept_precise(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Parameters that a conversion of their module inside (``.to(torch.bfloat16)``) moves, but leaves in float32.
+
+    In bfloat16 a small learning rate does not move weights.
+    """
+    earlier = [parameter.detach() for parameter in parameters]
+    yield
+    for parameter, value in zip(parameters, earlier, strict=True):
+        if parameter.dtype in (torch.float16, torch.bfloat16) and value.dtype not in (torch.float16, torch.bfloat16):
+            parameter.data = value.to(parameter.device)
 
 
 def merge_adapter(model: nn.Module, name: str) -> None:

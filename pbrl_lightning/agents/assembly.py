@@ -14,7 +14,7 @@ from pbrl_lightning.agents.loading import (
     context_length_of,
     eos_ids_of,
     load_model,
-    load_tokenizer,
+    load_tokenizer_of,
     resolve_source,
 )
 
@@ -125,9 +125,4 @@ def _tokenizer(settings: TeamSettings, agent: int, source: Any) -> PreTrainedTok
     if settings.tokenizers is not None:
         listed = isinstance(settings.tokenizers, (list, tuple))
         return settings.tokenizers[agent] if listed else settings.tokenizers
-    if source.adapter is not None:
-        try:
-            return load_tokenizer(source.adapter)
-        except OSError:
-            pass  # an adapter saved without its tokenizer speaks its base's
-    return load_tokenizer(source.base)
+    return load_tokenizer_of(source)

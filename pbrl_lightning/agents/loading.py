@@ -145,6 +145,20 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(directory)
 
 
+def load_tokenizer_of(source: Source) -> PreTrainedTokenizerBase:
+    """The tokenizer beside an adapter or, if it was saved without one, its base's.
+
+    Raises:
+        OSError: If there is none.
+    """
+    if source.adapter is not None:
+        try:
+            return load_tokenizer(source.adapter)
+        except OSError:
+            pass
+    return load_tokenizer(source.base)
+
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

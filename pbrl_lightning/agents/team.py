@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -13,7 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from pbrl_lightning.agents.adapters import LoraOptions, adapter_active, adapter_parameters, save_adapter
+from pbrl_lightning.agents.adapters import (
+    LoraOptions,
+    adapter_active,
+    adapter_parameters,
+    kept_precise,
+    save_adapter,
+)
 from pbrl_lightning.agents.assembly import Agent, TeamSettings, assemble
 from pbrl_lightning.agents.forward import ContextPair
 from pbrl_lightning.agents.loading import expand_sources, vocabulary_of, warn_once, write_directory
@@ -118,6 +125,12 @@ class AgentTeam(nn.Module):
         # Policies stay in eval mode whatever the trainer asks for: no dropout, in any forward.
         del mode
         return super().train(False)
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        adapted = [agent for agent, entry in enumerate(self._agents) if entry.adapter is not None]
+        with kept_precise([p for agent in adapted for p in self.agent_parameters(agent).values()]):
+            return super()._apply(fn, recurse)
 
     def tokenizer(self, agent: int) -> PreTrainedTokenizerBase:
         """The tokenizer of one agent."""
@@ -235,8 +248,11 @@ class AgentTeam(nn.Module):
                 counted_uniforms(num_candidates, sampling.max_new_tokens, seed, stream, step, index, agent)
                 for index in item_indices
             ]
-            with self.active(agent):
-                sampled = sample_responses(self.model(agent), prompt_ids, uniforms, sampling, self.eos_ids(agent))
+            try:
+                with self.active(agent):
+                    sampled = sample_responses(self.model(agent), prompt_ids, uniforms, sampling, self.eos_ids(agent))
+            except ValueError as error:
+                raise ValueError(f"agent {agent} cannot be sampled ({stream}, {step}): {error}") from error
             responses.append([dict(enumerate(map(partial(self._response, agent), rows))) for rows in sampled])
             prompts.append(texts)
             ids.append(prompt_ids)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
 from pbrl_lightning.agents.loading import Source
@@ -48,8 +49,10 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
     transformers_logging.set_verbosity_error()  # a causal LM has no head, and that is no news here
     transformers_logging.disable_progress_bar()
     try:
+        # A trained head is read in full precision; a causal LM has none, and needs no detour over float32.
+        first = torch.promote_types(getattr(torch, dtype), torch.float32) if is_classifier else getattr(torch, dtype)
         classifier, info = AutoModelForSequenceClassification.from_pretrained(
-            source.base, num_labels=1, dtype=getattr(torch, dtype), output_loading_info=True
+            source.base, num_labels=1, dtype=first, output_loading_info=True
         )
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -61,8 +64,24 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
     trained = is_classifier
     if source.adapter is not None:
         trained |= str(PeftConfig.from_pretrained(source.adapter).task_type).endswith("SEQ_CLS")
-        classifier = PeftModel.from_pretrained(classifier, source.adapter).merge_and_unload()
-    return classifier, score_head(classifier).weight.detach().float().clone() if trained else None
+        classifier = _with_adapter(classifier, source.adapter)
+    head = score_head(classifier).weight.detach().clone() if trained else None
+    return classifier.to(getattr(torch, dtype)), head
+
+
+def _with_adapter(classifier: Any, directory: str) -> Any:
+    with warnings.catch_warnings():
+        # PEFT 0.21 asks transformers 5.24 for a property under its old name.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        try:
+            return PeftModel.from_pretrained(classifier, directory).merge_and_unload()
+        except KeyError as error:
+            raise ValueError(f"the adapter {directory!r} lacks {error} (a reward model's head?)") from error
+
+
+def has_classifier(model: Any) -> bool:
+    """True if transformers has a sequence classifier of a model's architecture."""
+    return hasattr(model, "score") or type(model.config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 
 def classifier_around(model: Any) -> tuple[Any, Tensor | None]:
@@ -75,11 +94,10 @@ def classifier_around(model: Any) -> tuple[Any, Tensor | None]:
         return model, score_head(model).weight.detach().clone()
     config = deepcopy(model.config)  # the model's own stays a language model's
     config.num_labels = 1
-    try:
-        with torch.device("meta"):
-            classifier = AutoModelForSequenceClassification.from_config(config)
-    except ValueError as error:
-        raise ValueError(f"{type(model).__name__} has no sequence classifier in transformers") from error
+    if not has_classifier(model):
+        raise ValueError(f"{type(model).__name__} has no sequence classifier in transformers")
+    with torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(config)
     like = next(model.parameters())
     setattr(classifier, classifier.base_model_prefix, model.base_model)
     size = score_head(classifier).in_features

@@ -19,8 +19,8 @@ from pbrl_lightning.advantages import CriticType
 from pbrl_lightning.agents.adapters import LoraOptions
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
-from pbrl_lightning.models.scalar import HEAD_STD, ScalarHead, ScalarModel
-from pbrl_lightning.randomness import counted_generator
+from pbrl_lightning.models.head import ScalarHead, head_dtype
+from pbrl_lightning.models.scalar import ScalarModel
 
 Texts = Sequence[Sequence[str]]
 Row = tuple[list[int], list[int]]
@@ -267,20 +267,16 @@ class AttachedCritics(Critic):
         for agent in range(team.load().num_agents):
             model = team.model(agent)
             like = next(model.parameters())
-            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
             size = model.get_input_embeddings().embedding_dim
             hidden = getattr(model.config.get_text_config(), "hidden_size", size)
-            self.heads.append(ScalarHead(hidden, dtype, like.device))
+            self.heads.append(ScalarHead(hidden, head_dtype(like), like.device))
         self.renew(1)
         return self
 
     @override
-    @torch.no_grad()
     def renew(self, round_number: int) -> None:
         for agent, head in enumerate(self.heads):
-            generator = counted_generator(self.seed, "init", round_number, item=2, agent=agent)
-            drawn = torch.randn(head.weight.shape, generator=generator, dtype=torch.float64)  # type: ignore[arg-type]
-            head.weight.copy_(HEAD_STD * drawn)  # type: ignore[operator]
+            head.draw(self.seed, round_number, 2, agent)  # type: ignore[operator]
 
     @override
     def trained_parameters(self) -> list[nn.Parameter]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
+from typing_extensions import override
 
 from pbrl_lightning.batches import PairTokens, PreferencePair
+from pbrl_lightning.models.classifier import has_classifier
 from pbrl_lightning.models.scalar import ScalarModel
 from pbrl_lightning.preferences.pair_tokens import collate_rows, drop_identical
 
@@ -14,6 +18,15 @@ TOKEN_BUDGET = 16384
 
 class JointRewardModel(ScalarModel):
     """Reads all prompts and all responses of a team as one text, prompts first; see :class:`ScalarModel`."""
+
+    @override
+    def load(self) -> Self:
+        if self._team and not has_classifier(self._team[0].load().model(0)):
+            raise ValueError(
+                f"{type(self._team[0].model(0)).__name__} has no sequence classifier in transformers, the form in "
+                "which reward models are saved; name another `model`"
+            )
+        return super().load()
 
     def encode_pairs(self, pairs: list[PreferencePair]) -> tuple[list[PreferencePair], list[PairTokens]]:
         """The pairs whose sides differ as tokens, each as the pair of two joint texts; others are counted."""

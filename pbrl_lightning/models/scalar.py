@@ -13,12 +13,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from pbrl_lightning.agents.adapters import LoraOptions, adapter_active, adapter_parameters, merge_adapter
+from pbrl_lightning.agents.adapters import (
+    LoraOptions,
+    adapter_active,
+    adapter_parameters,
+    add_adapter,
+    kept_precise,
+    merge_adapter,
+)
 from pbrl_lightning.agents.forward import ContextPair, accepts, checkpointed_layers
 from pbrl_lightning.agents.loading import (
     context_length_of,
-    load_tokenizer,
+    load_tokenizer_of,
     resolve_source,
+    vocabulary_of,
     warn_once,
     write_directory,
 )
@@ -26,7 +34,7 @@ from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_
 from pbrl_lightning.agents.team import AgentTeam, deepcopy_detached
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.classifier import classifier_around, load_classifier, score_head
-from pbrl_lightning.randomness import counted_generator
+from pbrl_lightning.models.head import ScalarHead, head_dtype
 
 TEAM = "team"
 """The ``model`` that stands for an adapter of its own on the team's frozen backbone."""
@@ -75,7 +83,7 @@ class ScalarModel(nn.Module):
         shared = isinstance(model, str) and model == TEAM
         checks = [
             (freeze_backbone and lora is not None, "`freeze_backbone` trains the head alone and takes no `lora`"),
-            (max_length is not None and max_length < 1, f"`max_length` must be >= 1, got {max_length}"),
+            (max_length is not None and max_length < 2, f"`max_length` must be >= 2, got {max_length}"),
             (isinstance(model, nn.Module) and tokenizer is None, "`tokenizer` must be given with a loaded `model`"),
             (
                 dtype not in ("float32", "bfloat16", "float16", "float64"),
@@ -142,15 +150,12 @@ class ScalarModel(nn.Module):
             weight = None
             backbone = team.backbone(0)
             if self.lora is not None:
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(self.seed)
-                    backbone.add_adapter(self._adapter, self.lora.to_peft())
-                backbone.eval()
+                add_adapter(backbone, self._adapter, self.lora, self.seed)
             self._tokenizer = self._given_tokenizer or team.tokenizer(0)
         else:
             self.classifier, weight, self._tokenizer = self._load_own()
         decoder = self._decoder
-        self.head = ScalarHead(_hidden_size(decoder), _head_dtype(self._like()), self._like().device)
+        self.head = ScalarHead(_hidden_size(decoder), head_dtype(self._like()), self._like().device)
         if weight is not None:
             self.head.weight.data.copy_(weight)
         else:
@@ -167,7 +172,7 @@ class ScalarModel(nn.Module):
         else:
             source = resolve_source(str(self._model))
             classifier, weight = load_classifier(source, self.dtype)
-            tokenizer = self._given_tokenizer or load_tokenizer(source.adapter or source.base)
+            tokenizer = self._given_tokenizer or load_tokenizer_of(source)
         # The head is ours, in float32; the classifier is the form in which the backbone is kept and saved.
         head = score_head(classifier)
         head.weight.requires_grad_(False)
@@ -176,7 +181,7 @@ class ScalarModel(nn.Module):
                 torch.manual_seed(self.seed)
                 inject_adapter_in_model(self.lora.to_peft(), classifier.base_model, adapter_name=self._adapter)
             for parameter in adapter_parameters(classifier, self._adapter).values():
-                parameter.data = parameter.data.to(_head_dtype(parameter))
+                parameter.data = parameter.data.to(head_dtype(parameter))
         assert tokenizer is not None  # checked in the constructor
         return classifier.eval(), weight, tokenizer
 
@@ -206,6 +211,11 @@ class ScalarModel(nn.Module):
         assert self.load().head is not None
         return [*self._trained_backbone().values(), *self.head.parameters()]  # type: ignore[union-attr]
 
+    def freeze(self) -> None:
+        """Nothing of it is trained any more; on a team's backbone its adapter."""
+        for parameter in self.trained_parameters():
+            parameter.requires_grad_(False)
+
     @torch.no_grad()
     def renew(self, round_number: int) -> None:
         """Newly initialised for a round: backbone as loaded (or a zero adapter), head drawn anew; in place."""
@@ -218,9 +228,7 @@ class ScalarModel(nn.Module):
 
     def _draw_head(self, round_number: int) -> None:
         assert self.head is not None
-        generator = counted_generator(self.seed, "init", round_number, item=_ROLES.index(self.role), agent=self.index)
-        drawn = torch.randn(self.head.weight.shape, generator=generator, dtype=torch.float64)
-        self.head.weight.data.copy_(HEAD_STD * drawn)
+        self.head.draw(self.seed, round_number, _ROLES.index(self.role), self.index)
 
     def joint_tokens(self, prompts: Sequence[str], sides: Sequence[Sequence[str]]) -> tuple[list[int], list[list[int]]]:
         """Token ids of one item's prompts and of several joint responses to it.
@@ -237,8 +245,9 @@ class ScalarModel(nn.Module):
         Returns:
             Ids of the prompts, and of each side.
         """
-        prefix = encode_prompt(self.tokenizer, joint_prompt(prompts))
-        responses = [encode_response(self.tokenizer, joint_response(side)) if side else [] for side in sides]
+        prefix = encode_prompt(self.tokenizer, joint_prompt(self._without_starts(prompts)))
+        responses = [encode_response(self.tokenizer, self._without_end(side)) for side in sides]
+        self._check_ids([prefix, *responses])
         limit = self.length_limit
         longest = max(map(len, responses))
         if limit is None or len(prefix) + longest <= limit:
@@ -249,9 +258,31 @@ class ScalarModel(nn.Module):
             f"a joint text of {len(prefix) + longest} tokens was cut on the left to the {limit} that the {self.role} "
             "model reads; further ones are counted as `truncated_joint_texts`",
         )
-        responses = [ids[-limit:] for ids in responses]
+        # An empty side needs a token of the prompt to be read from.
+        most = limit if all(responses) else limit - 1
+        responses = [ids[-most:] for ids in responses]
         room = limit - max(map(len, responses))
         return prefix[len(prefix) - room :] if room else [], responses
+
+    def _without_starts(self, prompts: Sequence[str]) -> Sequence[str]:
+        """Prompts of several agents without the BOS text of their chat templates: the joint text has one BOS."""
+        bos = self.tokenizer.bos_token
+        return prompts if len(prompts) == 1 or not bos else [prompt.removeprefix(str(bos)) for prompt in prompts]
+
+    def _without_end(self, side: Sequence[str]) -> str:
+        """The joint response without the EOS text that chat templates close an answer with."""
+        text, eos = joint_response(side) if side else "", self.tokenizer.eos_token
+        closed = text.rstrip()
+        return closed.removesuffix(str(eos)) if eos and closed.endswith(str(eos)) else text
+
+    def _check_ids(self, lists: list[list[int]]) -> None:
+        vocabulary = vocabulary_of(self._decoder)
+        largest = max(max(ids, default=0) for ids in lists)
+        if vocabulary is not None and largest >= vocabulary:
+            raise ValueError(
+                f"the {self.role} model's tokenizer gives the token id {largest}, but its model has {vocabulary} "
+                "embeddings: give the tokenizer that belongs to the model, or resize the model's embeddings and save it"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -268,8 +299,9 @@ class ScalarModel(nn.Module):
     @property
     def pad_id(self) -> int:
         """Fills up rows; scores do not depend on it."""
+        vocabulary = vocabulary_of(self._decoder)
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
+            if token is not None and (vocabulary is None or token < vocabulary):
                 return int(token)
         return 0
 
@@ -300,6 +332,12 @@ class ScalarModel(nn.Module):
     def train(self, mode: bool = True) -> Self:
         del mode
         return super().train(False)
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        adapter = self.is_loaded and self.lora is not None and not self.shared
+        with kept_precise(list(self._trained_backbone().values()) if adapter else []):
+            return super()._apply(fn, recurse)
 
     @override
     def forward(self, rows: TokenBatch) -> Tensor:
@@ -347,34 +385,6 @@ class ScalarModel(nn.Module):
 
 
 _ROLES = ("reward", "critic")
-HEAD_STD = 0.02
-"""Standard deviation of a new head's weights, as transformers initialises them."""
-
-
-class ScalarHead(nn.Module):
-    """A linear map to one number without bias, in float32 at least whatever the module around it is cast to."""
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, size, dtype=dtype, device=device))
-
-    @override
-    def forward(self, states: Tensor) -> Tensor:
-        """Numbers of shape ``(R,)`` for states of shape ``(R, H)``."""
-        with torch.autocast(states.device.type, enabled=False):
-            return states.to(self.weight.dtype) @ self.weight[0]
-
-    @override
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def keep_precision(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
-
-        return super()._apply(keep_precision, recurse)
-
-
-def _head_dtype(like: Tensor) -> torch.dtype:
-    return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 def _hidden_size(decoder: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,7 @@ class LearnerModule(L.LightningModule):
         self.lr_scheduler = lr_scheduler
         # Checkpoints hold what is trained and no frozen backbone; `on_load_checkpoint` checks that nothing lacks.
         self.strict_loading = False
+        self._batch_started = 0.0
 
     @abstractmethod
     def make_schedule(self, iterative: bool) -> RoundSchedule:
@@ -124,6 +126,10 @@ class LearnerModule(L.LightningModule):
         """The reward model that scores rollouts in the place of the task reward."""
         return None
 
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """How often something was cut or dropped so far, by name."""
+
     def begin_round(self, round_number: int) -> None:
         """After a round's collection, before its first update."""
 
@@ -155,8 +161,28 @@ class LearnerModule(L.LightningModule):
         return loss
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        del batch, batch_idx
+        self._batch_started = time.monotonic()
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        del outputs, batch_idx
+        num_tokens = sum(int(rows.attention_mask.sum()) for rows in batch.agents)
+        seconds = time.monotonic() - self._batch_started
+        self.log("train/tokens_per_second", num_tokens / max(seconds, 1e-9), batch_size=len(batch))
+
+    @override
     def configure_optimizers(self) -> Any:
-        optimizer = AdamW(self.parameter_groups(), weight_decay=self.weight_decay)
+        groups = self.parameter_groups()
+        owner: dict[int, str] = {}
+        for group in groups:
+            for parameter in group["params"]:
+                if owner.setdefault(id(parameter), group["name"]) != group["name"]:
+                    raise ValueError(
+                        f"{owner[id(parameter)]} and {group['name']} are one model object; give copies, or a name"
+                    )
+        optimizer = AdamW(groups, weight_decay=self.weight_decay)
         if self.lr_scheduler is None:
             return optimizer
         schedules = GroupSchedules(optimizer, self.lr_scheduler)
@@ -289,6 +315,10 @@ class TeamModule(LearnerModule):
     @override
     def export(self, directory: Path) -> None:
         self.team.save(directory)
+
+    @override
+    def counts(self) -> dict[str, int]:
+        return {"truncated_prompts": 0, "truncated_responses": 0, "identical_pairs": 0} | self.team.counts
 
     @override
     def parameter_groups(self) -> list[dict[str, Any]]:

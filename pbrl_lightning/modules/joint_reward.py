@@ -95,6 +95,10 @@ class JointRewardModule(LearnerModule):
         ]
 
     @override
+    def counts(self) -> dict[str, int]:
+        return {"truncated_joint_texts": 0, "identical_pairs": 0} | self.reward_model.counts
+
+    @override
     def encode_pairs(self, pairs: list[PreferencePair]) -> tuple[list[PreferencePair], list[PairTokens]]:
         return self.reward_model.encode_pairs(pairs)
 

@@ -98,6 +98,7 @@ class MARLModule(TeamModule):
         # Not registered: neither the frozen reward model nor the reference is trained or belongs into checkpoints.
         self._reward_model = (reward_model,)
         self._reference: tuple[ReferencePolicies, ...] = ()
+        self._reference_used = False
 
     @property
     def reward_model(self) -> JointRewardModel | None:
@@ -131,7 +132,7 @@ class MARLModule(TeamModule):
     def load(self) -> None:
         self.load_policy_stage()
         if self.reward_model is not None:
-            self.reward_model.load().requires_grad_(False)
+            self.reward_model.load().freeze()
 
     def load_policy_stage(self) -> None:
         """Loads agents and critics, and keeps the reference; does nothing the second time."""
@@ -141,9 +142,17 @@ class MARLModule(TeamModule):
             self.critic.load(self.team)
         if self.reference_kl is not None and not self._reference:
             self._reference = (ReferencePolicies(self.team, self.reference_kl.devices),)
+            self._reference_used = False
+
+    def begin_fit(self, resumed: bool) -> None:
+        """Takes the reference anew where an earlier fit used it; a resumed run keeps the one it began with."""
+        if self.reference_kl is not None and self._reference_used and not resumed:
+            self._reference = (ReferencePolicies(self.team, self.reference_kl.devices),)
+        self._reference_used = True
 
     @override
     def on_fit_start(self) -> None:
+        self.begin_fit(self.trainer.ckpt_path is not None)
         if self.reward_model is not None:
             self.reward_model.to(next(self.team.parameters()).device)
 
@@ -214,20 +223,24 @@ class MARLModule(TeamModule):
             states = [self.team.score_responses(agent, rows).states for agent, rows in enumerate(agents)]
         return self._values(states, agents, critic_rows)
 
+    @property
+    def kl_coef(self) -> float:
+        """Reward per nat of KL against the reference; 0 without one."""
+        return self.reference_kl.coef if self.reference_kl is not None else 0.0
+
     @torch.no_grad()
-    def reference_penalty(self, agents: list[TokenBatch]) -> tuple[Tensor | None, dict[str, float]]:
-        """``coef * KL`` of each agent's responses, shape ``(N, R)``, and what is logged of it; None without it."""
+    def kl_to_reference(self, agents: list[TokenBatch]) -> tuple[Tensor, Tensor] | None:
+        """KL of each response and how many of its tokens were clamped, both of shape ``(N, R)``; None without it."""
         if self.reference_kl is None:
-            return None, {}
-        kls, clamped = [], 0
+            return None
+        kls, clamped = [], []
         for agent, rows in enumerate(agents):
             policy = self.team.score_responses(agent, rows)
             reference = self._reference[0].score_responses(agent, rows)
             kls.append(policy.sum_by_row(k3_kl(policy.token_logps, reference.token_logps)))
-            clamped += int((reference.token_logps - policy.token_logps > KL_EXPONENT_LIMIT).sum())
-        kl = torch.stack(kls)
-        logged = {"policy/kl": kl.mean().item(), "policy/kl_clamped_tokens": float(clamped)}
-        return self.reference_kl.coef * kl, logged
+            too_far = reference.token_logps - policy.token_logps > KL_EXPONENT_LIMIT
+            clamped.append(policy.sum_by_row(too_far.to(policy.token_logps.dtype)))
+        return torch.stack(kls), torch.stack(clamped)
 
     def advantages(self, returns: Tensor, old_values: Tensor | None, scored: Tensor) -> Tensor:
         """Advantages of the global rollout batch.

@@ -26,8 +26,8 @@ from pbrl_lightning.schedule import RoundSchedule
 class MARLHFModule(TeamModule):
     """Each round: fits the reward model to the round's pairs, then trains the team on what it says.
 
-    A JointRewardModule and a MARLModule, alternated by the schedule. From the second round on, the reward model and the
-    critics are newly initialised after collection; the agents and their optimizer state go on.
+    A JointRewardModule and a MARLModule, alternated by the schedule. In an iterative run the reward model and the
+    critics are newly initialised after each round's collection; the agents and their optimizer state go on.
 
     Args:
         team: The agents.
@@ -143,13 +143,17 @@ class MARLHFModule(TeamModule):
         self.reward_model.bind(self.team).load()
 
     @override
+    def on_fit_start(self) -> None:
+        self.policy.begin_fit(self.trainer.ckpt_path is not None)
+
+    @override
     def parameter_groups(self) -> list[dict[str, Any]]:
         return [*self.policy.parameter_groups(), *self.reward.parameter_groups()]
 
     @override
     def begin_round(self, round_number: int) -> None:
-        if round_number == 1:
-            return  # as loaded
+        if not self.trainer.datamodule.iterative:  # type: ignore[attr-defined]
+            return  # fitted once, from what it was given as
         self.reward_model.renew(round_number)
         self.forget("reward", self.reward_model.trained_parameters())
         if self.critic is not None:  # the reward's scale has changed
@@ -159,6 +163,10 @@ class MARLHFModule(TeamModule):
     @override
     def encode_pairs(self, pairs: list[PreferencePair]) -> tuple[list[PreferencePair], list[PairTokens]]:
         return self.reward.encode_pairs(pairs)
+
+    @override
+    def counts(self) -> dict[str, int]:
+        return super().counts() | self.reward.counts()
 
     @override
     def pair_pad_ids(self) -> list[int]:

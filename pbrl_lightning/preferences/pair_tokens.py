@@ -129,7 +129,7 @@ class PairLoader:
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        self._position = 0
+        self._start = self._position = 0
 
     def __len__(self) -> int:
         return -(-len(self.pairs) // (self.batch_size * self.world_size))
@@ -137,11 +137,10 @@ class PairLoader:
     def __iter__(self) -> Iterator[PairBatch]:
         generator = counted_generator(self.seed, "order", self.round_number, self.epoch)
         order = counted_permutation(len(self.pairs), generator)
-        while self._position < len(self):
-            index = self._position
-            self._position += 1
+        start, self._start = self._start, 0
+        for index in range(start, len(self)):
+            self._position = index + 1
             yield self._batch(order, index)
-        self._position = 0
 
     def state_dict(self) -> dict[str, Any]:
         """How many batches of the epoch were handed out."""
@@ -149,7 +148,7 @@ class PairLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after that many batches; a finished epoch starts the next one from its beginning."""
-        self._position = state["position"] % max(1, len(self))
+        self._start = self._position = state["position"] % max(1, len(self))
 
     def _batch(self, order: list[int], index: int) -> PairBatch:
         size = self.batch_size * self.world_size

@@ -98,11 +98,14 @@ def normalise_by_group(advantages: Tensor, rewards: Tensor, scored: Tensor | Non
         tensor([[-1.,  1.]])
     """
     kept = _kept(rewards, scored)
-    return (advantages / _divisor(rewards, rewards, kept, dims=(-1,))).masked_fill(~kept, 0.0)
+    return (advantages / _divisor(rewards, rewards, kept, (-1,), at_least=0.0)).masked_fill(~kept, 0.0)
 
 
 def normalise_over_batch(advantages: Tensor, rewards: Tensor, scored: Tensor | None = None) -> Tensor:
-    """Divides by the population standard deviation of the advantages over the global rollout batch; as above.
+    """Divides a critic's advantages by their population standard deviation over the global rollout batch.
+
+    As above without re-centring, so by no less than the size of their mean: once a team has solved its task, what is
+    left is a small common offset of the critic with almost no spread, which would become a huge advantage.
 
     Args:
         advantages: Shape ``(..., B, G)``.
@@ -111,9 +114,15 @@ def normalise_over_batch(advantages: Tensor, rewards: Tensor, scored: Tensor | N
 
     Returns:
         Shape ``(..., B, G)``.
+
+    Example:
+        >>> normalise_over_batch(torch.tensor([[0.1, 0.1001]]), torch.tensor([[1.0, 1.0]])).round(decimals=2)
+        tensor([[1., 1.]])
     """
-    kept = _kept(rewards, scored)
-    return (advantages / _divisor(advantages, rewards, kept, dims=(-2, -1))).masked_fill(~kept, 0.0)
+    kept, dims = _kept(rewards, scored), (-2, -1)
+    mean = advantages.masked_fill(~kept, 0.0).sum(dims, keepdim=True) / kept.sum(dims, keepdim=True).clamp(min=1)
+    divisor = _divisor(advantages, rewards, kept, dims, at_least=mean.abs())
+    return (advantages / divisor).masked_fill(~kept, 0.0)
 
 
 def _kept(rewards: Tensor, scored: Tensor | None) -> Tensor:
@@ -147,10 +156,12 @@ _BASELINES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
-def _divisor(spread_of: Tensor, rewards: Tensor, kept: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _divisor(
+    spread_of: Tensor, rewards: Tensor, kept: Tensor, dims: tuple[int, ...], at_least: Tensor | float
+) -> Tensor:
     count = kept.sum(dims, keepdim=True)
     centred = _centred(spread_of, kept, dims).masked_fill(~kept, 0.0)
     deviation = (centred.square().sum(dims, keepdim=True) / count.clamp(min=1)).sqrt()
     magnitude = rewards.masked_fill(~kept, 0.0).abs().amax(dims, keepdim=True)
     divided = (deviation > NEGLIGIBLE * magnitude) & (count > 1)
-    return torch.where(divided, deviation, torch.ones_like(deviation))
+    return torch.where(divided, deviation.clamp(min=at_least), torch.ones_like(deviation))

@@ -86,6 +86,8 @@ def slow_over_batch(advantages: Tensor, rewards: Tensor, scored: Tensor) -> Tens
         )
         kept = [index for index, keep in enumerate(keeps) if keep]
         divisor = slow_divisor([values[index] for index in kept], [targets[index] for index in kept])
+        if divisor != 1.0:  # by no less than the size of the mean
+            divisor = max(divisor, abs(statistics.mean(values[index] for index in kept)))
         agents.append([value / divisor if keep else 0.0 for value, keep in zip(values, keeps, strict=True)])
     return double(agents).reshape(advantages.shape)
 
@@ -494,8 +496,11 @@ def test_a_critic_does_with_one_generation():
     rewards = double([[2], [5]])
     advantages = critic_advantages(rewards, double([[1], [1]]), "v")
     assert_close(advantages, double([[1], [4]]))
-    # mean 2.5, deviation 1.5
-    assert_close(normalise_over_batch(advantages, rewards), double([[1 / 1.5], [4 / 1.5]]))
+    # mean 2.5, deviation 1.5: the mean is larger
+    assert_close(normalise_over_batch(advantages, rewards), double([[1 / 2.5], [4 / 2.5]]))
+    # mean 0.5, deviation 1.5
+    advantages = critic_advantages(rewards, double([[3], [3]]), "v")
+    assert_close(normalise_over_batch(advantages, rewards), double([[-1 / 1.5], [2 / 1.5]]))
 
 
 def test_q_advantages_do_not_look_at_the_rewards():

@@ -123,7 +123,8 @@ def literal_advantages(module, rewards, old_values, normalise):
             rows.append(row)
         flat = [entry for row in rows for entry in row if entry is not None]
         mean = sum(flat) / len(flat)
-        deviation = math.sqrt(sum((entry - mean) ** 2 for entry in flat) / len(flat)) if normalise else 1.0
+        deviation = math.sqrt(sum((entry - mean) ** 2 for entry in flat) / len(flat))
+        deviation = max(deviation, abs(mean)) if normalise else 1.0
         found.append([[None if entry is None else entry / deviation for entry in row] for row in rows])
     return found
 

@@ -381,3 +381,11 @@ def test_a_model_directory_without_a_tokenizer_says_so(tmp_path):
     with pytest.raises(OSError, match=r"bare.* has no tokenizer"):
         JointRewardModel(str(tmp_path / "bare")).load()
     assert JointRewardModel(str(tmp_path / "bare"), tokenizer=tiny_tokenizer()).load().pad_id == 2
+
+
+def test_fault_B58_a_backbone_without_a_language_model_head(tmp_path):
+    headless = tiny("llama", torch.float32).model
+    reward = trained(JointRewardModel(headless, tokenizer=tiny_tokenizer(), lora=LORA).load())
+    reward.save(tmp_path / "saved")
+    again = JointRewardModel(str(tmp_path / "saved")).load()
+    assert_close(again(ROWS), reward(ROWS), 1e-4)

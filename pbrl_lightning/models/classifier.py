@@ -51,9 +51,10 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
     try:
         # A trained head is read in full precision; a causal LM has none, and needs no detour over float32.
         first = torch.promote_types(getattr(torch, dtype), torch.float32) if is_classifier else getattr(torch, dtype)
-        classifier, info = AutoModelForSequenceClassification.from_pretrained(
-            source.base, num_labels=1, dtype=first, output_loading_info=True
-        )
+        with torch.random.fork_rng(devices=[]):  # transformers draws a head, even if nobody uses it
+            classifier, info = AutoModelForSequenceClassification.from_pretrained(
+                source.base, num_labels=1, dtype=first, output_loading_info=True
+            )
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:

@@ -138,6 +138,11 @@ class MARLHFModule(TeamModule):
         self.policy.check()
 
     @override
+    def configure_model(self) -> None:
+        self._policy_updates = 0  # of this fit; a checkpoint, loaded after this, knows better
+        super().configure_model()
+
+    @override
     def load(self) -> None:
         self.policy.load_policy_stage()
         self.reward_model.bind(self.team).load()

@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Two processes of tests; a file's tests stay together, for what they share.
+PARALLEL := -n 2 --dist loadfile
 
 .PHONY: help install quickstart test test-fast lint bench clean
 
@@ -27,11 +29,11 @@ quickstart: $(INSTALLED)
 	$(BIN)/pbrl fit --config configs/quickstart.yaml
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term --cov-fail-under=90
 	$(BIN)/python tests/mutants.py
 
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

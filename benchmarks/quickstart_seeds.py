@@ -3,7 +3,8 @@
     python benchmarks/quickstart_seeds.py [--seeds 0 1 2] [--config configs/quickstart.yaml] [--no-control]
 
 Each row trains with `configs/quickstart.yaml` and scores 8 joint responses to each of the 12 evaluation items before
-and after training with the same random numbers. The control flips winner and loser of each pair by a coin.
+and after training with the same random numbers. In the control, winner and loser of a random half of each batch's pairs
+are swapped.
 """
 
 from __future__ import annotations
@@ -20,19 +21,24 @@ from torch import Tensor
 
 from pbrl_lightning import MADPOModule, PairBatch
 from pbrl_lightning.cli import PreferenceCLI
+from pbrl_lightning.modules.base import Metrics
 from pbrl_lightning.randomness import counted_generator
 
 RESPONSES_PER_ITEM = 8
 
 
-class CoinFlipMADPO(MADPOModule):
-    """MADPO on pairs whose winner is drawn by a coin: what it learns is not the reward."""
+class SwappedMADPO(MADPOModule):
+    """MADPO with winner and loser of a random half of each batch swapped: what it learns is not the reward.
 
-    def training_step(self, batch: PairBatch, batch_idx: int) -> Tensor:
-        """One step on flipped pairs."""
-        coin = torch.rand(len(batch), generator=counted_generator(7, "selection", self.global_step)) < 0.5
+    A half, not a coin for each pair: AdamW is blind to a gradient's size, and would follow the luck of the coin.
+    """
+
+    def step(self, batch: PairBatch, where: str) -> tuple[Tensor, Metrics]:
+        """One step on swapped pairs."""
+        generator = counted_generator(self.trainer.datamodule.seed, "selection", self.global_step, agent=1)
+        swapped = torch.randperm(len(batch), generator=generator) < len(batch) // 2
         index = torch.arange(len(batch))
-        rows = torch.cat([index + coin * len(batch), index + ~coin * len(batch)])
+        rows = torch.cat([index + swapped * len(batch), index + ~swapped * len(batch)])
         agents = [
             replace(
                 agent,
@@ -42,14 +48,13 @@ class CoinFlipMADPO(MADPOModule):
             )
             for agent in batch.agents
         ]
-        flipped = PairBatch(agents, batch.weights, batch.loss_scale, batch.candidate_reward_means)
-        return super().training_step(flipped, batch_idx)
+        return super().step(PairBatch(agents, batch.weights, batch.loss_scale, batch.candidate_reward_means), where)
 
 
 def train(config: str, seed: int, control: bool, overrides: list[str]) -> dict[str, float | int | str]:
     """One training run; mean rewards before and after, the paired gain and its standard error over items."""
     if control:
-        text = Path(config).read_text(encoding="utf-8").replace("MADPOModule", f"{__name__}.CoinFlipMADPO")
+        text = Path(config).read_text(encoding="utf-8").replace("MADPOModule", f"{__name__}.SwappedMADPO")
         config = tempfile.mkstemp(suffix=".yaml", text=True)[1]
         Path(config).write_text(text, encoding="utf-8")
     arguments = ["--config", config, f"--data.seed={seed}", "--trainer.logger=false"]

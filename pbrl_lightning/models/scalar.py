@@ -163,7 +163,7 @@ class ScalarModel(nn.Module):
         self._choose_trainable()
         if self._renews_by_copy:
             self._initial = {name: value.detach().clone() for name, value in self._trained_backbone().items()}
-        return self
+        return self.train(False)
 
     def _load_own(self) -> tuple[Any, Tensor | None, PreTrainedTokenizerBase]:
         if isinstance(self._model, nn.Module):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -140,6 +141,16 @@ class JointRewardModule(LearnerModule):
         self.log("reward/val_calibration_error", self.calibration.compute())
         self.held_out.reset()
         self.calibration.reset()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        found = {name: value for name, value in self.trainer.callback_metrics.items() if name.startswith("reward/val_")}
+        if found:
+            listed = ", ".join(
+                f"{name.removeprefix('reward/val_')} {value:.3f}" for name, value in sorted(found.items())
+            )
+            rank_zero_info(f"held-out pairs: {listed}")
 
 
 def _winner_reads_first(batch: PairBatch) -> list[bool]:

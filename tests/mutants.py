@@ -112,13 +112,13 @@ MUTANTS = [
         "models/reward.py",
         "    @torch.no_grad()\n    def score_texts",
         "    def score_texts",
-        "tests/test_marl.py",
+        "tests/test_reference.py",
     ),
     Mutant(
         "reference KL subtracted from the team's reward",
         "rollouts.py",
-        "returns = returns - penalty.cpu().double()",
-        "returns = returns - penalty.cpu().double().mean(0)",
+        "returns = rewards - self.learner.kl_coef * kl",
+        "returns = rewards - self.learner.kl_coef * kl.mean(0).expand_as(kl)",
         "tests/test_reference.py",
     ),
     Mutant(

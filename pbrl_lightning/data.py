@@ -129,9 +129,9 @@ class PreferenceDataModule(L.LightningDataModule):
             self.oracle = Oracle(reward_func, reward_processor, max_concurrency=max_concurrency)
         self.evaluator: Evaluator | None = None
         if eval_items is not None and reward_func is not None:
+            held_out = load_items(eval_items, "eval_items")
             # An oracle of its own: what evaluation drops is not counted as dropped candidates.
             oracle = Oracle(reward_func, reward_processor, max_concurrency=max_concurrency)
-            held_out = load_items(eval_items, "eval_items")
             self.evaluator = Evaluator(held_out, oracle, self.sampling, seed, eval_metrics)
         self._replay_dir = replay_dir
         self._limit_val_batches: int | float | None = None
@@ -144,6 +144,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self._pairs: list[PreferencePair] = []
         self._tokens: list[PairTokens] | None = None
         self._held_out: tuple[list[PreferencePair], list[PairTokens]] | None = None
+        self.rollout_metrics: dict[str, float] = {}
 
     @property
     def rounds(self) -> list[RoundRecord]:
@@ -204,6 +205,10 @@ class PreferenceDataModule(L.LightningDataModule):
             self._trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.teardown("fit")  # Lightning leaves it out
+
+    @override
     def train_dataloader(self) -> PairLoader | RolloutLoader:
         position = self._prepare_round(completed_epochs(self._trainer))
         if position is not None and position.phase == "policy":
@@ -231,18 +236,9 @@ class PreferenceDataModule(L.LightningDataModule):
 
     def _pair_loader(self, pairs: list[PreferencePair], tokens: list[PairTokens], epoch: int) -> PairLoader:
         trainer, module = self._trainer, self._module
-        return PairLoader(
-            module.pair_pad_ids(),
-            pairs,
-            tokens,
-            self.batch_size or module.pair_batch_size,
-            self.seed,
-            self._progress.round,
-            epoch,
-            trainer.accumulate_grad_batches,
-            trainer.global_rank,
-            trainer.world_size,
-        )
+        size = self.batch_size or module.pair_batch_size
+        place = (trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
+        return PairLoader(module.pair_pad_ids(), pairs, tokens, size, self.seed, self._progress.round, epoch, *place)
 
     def _rollout_loader(self, position: Position) -> RolloutLoader:
         trainer, module = self._trainer, self._team_module
@@ -270,6 +266,7 @@ class PreferenceDataModule(L.LightningDataModule):
 
     def _on_rollout(self, num_responses: int, metrics: dict[str, float]) -> None:
         self._progress.env_step += num_responses
+        self.rollout_metrics = metrics
         log_to(self._trainer, {**metrics, "env_step": self._progress.env_step})
 
     @override

@@ -88,6 +88,10 @@ def validate_run(data: PreferenceDataModule, module: LearnerModule) -> None:
             has_items and pairs_only,
             f"`items` and `pairs` exclude each other for a {name}: collect pairs, or train on files",
         ),
+        (
+            data.batch_size is not None and not module.collects_pairs,
+            f"`batch_size` counts pairs, and a {name} has none; `rollout_batch_size` counts its task items",
+        ),
         (has_policy and not has_items and from_files, f"a {name} needs `items` for its policy stage besides `pairs`"),
         (
             has_items and data.oracle is None and ((collects and not fits_alone) or (has_policy and not learns)),

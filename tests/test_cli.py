@@ -47,6 +47,19 @@ def test_every_config_goes_through_the_cli(config, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("name", ["marlhf", "marlhf_iter"])
+def test_both_phases_of_a_config_run_and_export(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = ROOT / f"configs/{name}.yaml"
+    main(["fit", "--config", str(config), *TINY, "--trainer.accelerator=cpu", "--trainer.limit_train_batches=1"])
+    (events,) = Path("runs").rglob("events.out.tfevents*")
+    logged = events.read_bytes()
+    assert b"reward/loss" in logged
+    assert b"policy/loss" in logged
+    exported = {path.name for path in next(Path("runs").rglob("export")).iterdir()}
+    assert exported == {"agent_0", "agent_1", "reward_model"}
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_configs_are_short_and_say_how_to_run_them(config):
     text = config.read_text(encoding="utf-8")

@@ -322,8 +322,8 @@ def test_files_that_cannot_be_fitted_are_refused_before_the_model_is_loaded(tmp_
         make_trainer(tmp_path).fit(JointRewardModule(reward), PreferenceDataModule([{"prompt": "a"}], len))
     assert not reward.is_loaded
     path = write_pairs(tmp_path / "p.json", make_pairs())
-    for model in (None, "team"):
-        with pytest.raises(ValueError, match="the reward model needs `model`"):
+    for model, message in ((None, "the reward model needs `model`"), ("team", "`model: team` is for a MARLHFModule")):
+        with pytest.raises(ValueError, match=message):
             fit(tmp_path, [path], reward=JointRewardModel(model))
 
 

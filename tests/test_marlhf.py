@@ -175,7 +175,7 @@ def test_the_defaults_that_a_run_has(tmp_path, lora):
     [
         ({"num_iterations": 0}, "`num_iterations` must be >= 1, got 0"),
         ({"num_reward_epochs": 0}, "epochs` must be >= 1, got 0"),
-        ({"reward_learning_rate": 0.0}, "reward.*`learning_rate` must be > 0, got 0"),
+        ({"reward_learning_rate": 0.0}, "`reward_learning_rate` must be > 0, got 0"),
         ({"num_generations": 1}, "`num_generations` must be >= 2"),
         ({"critic": JointCritic()}, "takes no `critic`"),
     ],

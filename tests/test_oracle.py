@@ -233,7 +233,11 @@ def test_fault_B41_wrong_count_or_container_names_expected_and_got(returned, got
         run(constant(returned))
 
 
-@pytest.mark.parametrize("element", ["1.0", [1.0, 2.0], {}, 1j, torch.ones(2), np.ones(2), object()], ids=repr)
+@pytest.mark.parametrize(
+    "element",
+    ["1.0", [1.0, 2.0], {}, 1j, torch.ones(2), np.ones(2), object()],
+    ids=lambda element: type(element).__name__,
+)
 def test_a_wrong_element_is_named_with_its_item(element):
     with pytest.raises(OracleError, match=r"of 4 numbers, got an element that is \w+ .* for task item 7") as caught:
         run(constant([1.0, 2.0, element, 3.0]))

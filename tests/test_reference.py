@@ -321,6 +321,10 @@ def test_a_reward_model_scores_frozen_and_without_a_task_reward(tmp_path, kind):
         reward_model = JointRewardModel(str(tmp_path / "reward"))
     team = speaking_team(True, "float32")
     module = MARLModule(team, reward_model=reward_model, learning_rate=1e-2, num_train_epochs=1)
+    if kind == "team":
+        with pytest.raises(ValueError, match="`reward_model` was never fitted"):
+            module.load()
+        reward_model.fitted = True  # as after a MARLHFModule's fit
     heard, states, before = listen(team), [], []
 
     class Watch(Callback):

@@ -42,10 +42,14 @@ class TeamSettings:
     seed: int
     frozen: bool = False
 
+    def models_given(self) -> list[Any]:
+        """The names and objects as a list."""
+        return self.models if isinstance(self.models, list) else [self.models]
+
     def problems(self) -> list[str]:
         """Everything that is wrong with the settings, found without loading a model."""
         found = []
-        models = self.models if isinstance(self.models, list) else [self.models]
+        models = self.models_given()
         objects = [model for model in models if isinstance(model, nn.Module)]
         shared_object = isinstance(self.models, nn.Module) and self.num_agents > 1
         given_twice = shared_object or len({id(model) for model in objects}) < len(objects)

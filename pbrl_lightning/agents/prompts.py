@@ -191,3 +191,16 @@ def joint_response(responses: Sequence[str]) -> str:
     if len(responses) == 1:
         return responses[0]
     return "\n\n".join(f"### Response of agent {agent}\n{response}" for agent, response in enumerate(responses))
+
+
+def without_starts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> Sequence[str]:
+    """Prompts of several agents without the BOS text of their chat templates: the joint text has one BOS."""
+    bos = tokenizer.bos_token
+    return prompts if len(prompts) == 1 or not bos else [prompt.removeprefix(str(bos)) for prompt in prompts]
+
+
+def without_end(tokenizer: PreTrainedTokenizerBase, side: Sequence[str]) -> str:
+    """The joint response without the EOS text that chat templates close an answer with."""
+    text, eos = joint_response(side) if side else "", tokenizer.eos_token
+    closed = text.rstrip()
+    return closed.removesuffix(str(eos)) if eos and closed.endswith(str(eos)) else text

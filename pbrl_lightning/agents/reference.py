@@ -45,6 +45,7 @@ class ReferencePolicies:
 
     def __init__(self, team: AgentTeam, devices: list[str] | None) -> None:
         self._team = team.load()
+        self._follows = devices is None
         self._copy: AgentTeam | None = None
         self._values: list[dict[str, Tensor] | None] = []
         adapted = all(team.adapter(agent) is not None for agent in range(team.num_agents))
@@ -56,6 +57,21 @@ class ReferencePolicies:
             changes_nothing = all(not value.any() for name, value in start.items() if "lora_B" in name)
             is_lora = all("lora_" in name for name in start)
             self._values.append(None if is_lora and changes_nothing else start)
+
+    def follow(self) -> None:
+        """Puts a copy where the team was put after it was made, and in its precision."""
+        if self._copy is not None and self._follows:
+            for own, copied in zip(self._team.backbones, self._copy.backbones, strict=True):
+                like = next(own.parameters())
+                copied.to(like.device, like.dtype)
+
+    def state_dict(self) -> list[dict[str, Tensor] | None]:
+        """The start of saved adapters, None where it is read anew: new adapters and full models."""
+        return self._values
+
+    def load_state_dict(self, state: list[dict[str, Tensor] | None]) -> None:
+        """What :meth:`state_dict` gave."""
+        self._values = state
 
     @torch.no_grad()
     def score_responses(self, agent: int, rows: TokenBatch) -> ResponseLogps:

@@ -83,6 +83,7 @@ class AgentTeam(nn.Module):
         self.counts: dict[str, int] = {}
         self.backbones = nn.ModuleList()
         self._agents: list[Agent] = []
+        self.attached: dict[str, Any] = {}
         self._settings = TeamSettings(models, count, lora, tokenizers, dtype, seed, frozen)
         problems = self._settings.problems()
         if max_prompt_length is not None and max_prompt_length < 1:
@@ -110,6 +111,10 @@ class AgentTeam(nn.Module):
     def shares_one_backbone(self) -> bool:
         """True if every agent is an adapter on the same frozen backbone; known without loading a model."""
         return self._settings.shares_one_backbone()
+
+    def holds(self, model: nn.Module) -> bool:
+        """True if one of the agents' models was given as this object."""
+        return any(model is given for given in self._settings.models_given())
 
     def source_name(self, agent: int) -> str | None:
         """The name that the agent's model was given by or says of itself; None for a loaded model without one."""
@@ -322,7 +327,7 @@ class AgentTeam(nn.Module):
         nn.Module.__init__(copy)
         for name in ("formatters", "max_prompt_length", "gradient_checkpointing", "_settings", "_agents"):
             setattr(copy, name, getattr(self, name))
-        copy.counts = {}
+        copy.counts, copy.attached = {}, {}
         copy.backbones = nn.ModuleList(deepcopy_detached(backbone) for backbone in self.backbones)
         if devices:
             copy.place(devices)

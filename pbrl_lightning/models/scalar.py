@@ -30,7 +30,7 @@ from pbrl_lightning.agents.loading import (
     warn_once,
     write_directory,
 )
-from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_prompt, joint_response
+from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_prompt, without_end, without_starts
 from pbrl_lightning.agents.team import AgentTeam, deepcopy_detached
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.classifier import classifier_around, load_classifier, score_head
@@ -100,6 +100,7 @@ class ScalarModel(nn.Module):
         self.dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
         self.seed = seed
+        self.adapter_name = f"{self.role}_{index}"
         self.index = index
         self.counts: dict[str, int] = {}
         self.classifier: Any = None
@@ -110,6 +111,8 @@ class ScalarModel(nn.Module):
         # Not registered: the team's weights are the team's, in checkpoints as in parameter lists.
         self._team: tuple[AgentTeam, ...] = ()
         self._initial: dict[str, Tensor] = {}
+        self.fitted = False
+        self._replaced = False
 
     def bind(self, team: AgentTeam | None, agent: int = 0) -> Self:
         """Says whose model is meant where none is named; loads nothing.
@@ -117,6 +120,11 @@ class ScalarModel(nn.Module):
         Raises:
             ValueError: If no model is named and the agent's has no name, or ``"team"`` is no LoRA team on one backbone.
         """
+        if team is not None and isinstance(self._model, nn.Module) and team.holds(self._model):
+            raise ValueError(
+                f"the {self.role} model is the same object as an agent's model; give a copy or a name, or, on a LoRA "
+                f"team, `model: {TEAM}`"
+            )
         if self._team or (self._model is not None and not self.shared):
             return self
         if team is None:
@@ -145,12 +153,17 @@ class ScalarModel(nn.Module):
         """Loads the backbone and draws what is new; does nothing the second time."""
         if self.is_loaded:
             return self
+        if not self._team:
+            self.bind(None)
         if self.shared:
             team = self._team[0].load()
             weight = None
             backbone = team.backbone(0)
             if self.lora is not None:
-                add_adapter(backbone, self._adapter, self.lora, self.seed)
+                add_adapter(backbone, self.adapter_name, self.lora, self.seed)
+                if (earlier := team.attached.get(self.adapter_name)) is not None:
+                    earlier._replaced = True
+                team.attached[self.adapter_name] = self
             self._tokenizer = self._given_tokenizer or team.tokenizer(0)
         else:
             self.classifier, weight, self._tokenizer = self._load_own()
@@ -158,6 +171,7 @@ class ScalarModel(nn.Module):
         self.head = ScalarHead(_hidden_size(decoder), head_dtype(self._like()), self._like().device)
         if weight is not None:
             self.head.weight.data.copy_(weight)
+            self.fitted = True
         else:
             self._draw_head(1)
         self._choose_trainable()
@@ -179,8 +193,8 @@ class ScalarModel(nn.Module):
         if self.lora is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
-                inject_adapter_in_model(self.lora.to_peft(), classifier.base_model, adapter_name=self._adapter)
-            for parameter in adapter_parameters(classifier, self._adapter).values():
+                inject_adapter_in_model(self.lora.to_peft(), classifier.base_model, adapter_name=self.adapter_name)
+            for parameter in adapter_parameters(classifier, self.adapter_name).values():
                 parameter.data = parameter.data.to(head_dtype(parameter))
         assert tokenizer is not None  # checked in the constructor
         return classifier.eval(), weight, tokenizer
@@ -201,9 +215,9 @@ class ScalarModel(nn.Module):
         if self.freeze_backbone:
             return {}
         if self.shared:
-            return adapter_parameters(self._team[0].backbone(0), self._adapter)
+            return adapter_parameters(self._team[0].backbone(0), self.adapter_name)
         if self.lora is not None:
-            return adapter_parameters(self.classifier, self._adapter)
+            return adapter_parameters(self.classifier, self.adapter_name)
         return dict(self.classifier.base_model.named_parameters())
 
     def trained_parameters(self) -> list[nn.Parameter]:
@@ -211,10 +225,11 @@ class ScalarModel(nn.Module):
         assert self.load().head is not None
         return [*self._trained_backbone().values(), *self.head.parameters()]  # type: ignore[union-attr]
 
-    def freeze(self) -> None:
-        """Nothing of it is trained any more; on a team's backbone its adapter."""
+    def set_trained(self, trained: bool) -> Self:
+        """Says whether what is trained of it (:meth:`trained_parameters`) takes gradients in this run."""
         for parameter in self.trained_parameters():
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(trained)
+        return self
 
     @torch.no_grad()
     def renew(self, round_number: int) -> None:
@@ -245,8 +260,8 @@ class ScalarModel(nn.Module):
         Returns:
             Ids of the prompts, and of each side.
         """
-        prefix = encode_prompt(self.tokenizer, joint_prompt(self._without_starts(prompts)))
-        responses = [encode_response(self.tokenizer, self._without_end(side)) for side in sides]
+        prefix = encode_prompt(self.tokenizer, joint_prompt(without_starts(self.tokenizer, prompts)))
+        responses = [encode_response(self.tokenizer, without_end(self.tokenizer, side)) for side in sides]
         self._check_ids([prefix, *responses])
         limit = self.length_limit
         longest = max(map(len, responses))
@@ -263,17 +278,6 @@ class ScalarModel(nn.Module):
         responses = [ids[-most:] for ids in responses]
         room = limit - max(map(len, responses))
         return prefix[len(prefix) - room :] if room else [], responses
-
-    def _without_starts(self, prompts: Sequence[str]) -> Sequence[str]:
-        """Prompts of several agents without the BOS text of their chat templates: the joint text has one BOS."""
-        bos = self.tokenizer.bos_token
-        return prompts if len(prompts) == 1 or not bos else [prompt.removeprefix(str(bos)) for prompt in prompts]
-
-    def _without_end(self, side: Sequence[str]) -> str:
-        """The joint response without the EOS text that chat templates close an answer with."""
-        text, eos = joint_response(side) if side else "", self.tokenizer.eos_token
-        closed = text.rstrip()
-        return closed.removesuffix(str(eos)) if eos and closed.endswith(str(eos)) else text
 
     def _check_ids(self, lists: list[list[int]]) -> None:
         vocabulary = vocabulary_of(self._decoder)
@@ -312,10 +316,6 @@ class ScalarModel(nn.Module):
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
-    def _adapter(self) -> str:
-        return f"{self.role}_{self.index}"
-
-    @property
     def _decoder(self) -> Any:
         return self._team[0].model(0).base_model if self.shared else self.classifier.base_model
 
@@ -326,7 +326,7 @@ class ScalarModel(nn.Module):
         if not self.shared:
             return nullcontext()
         backbone = self._team[0].backbone(0)
-        return adapter_active(backbone, self._adapter if self.lora is not None else None)
+        return adapter_active(backbone, self.adapter_name if self.lora is not None else None)
 
     @override
     def train(self, mode: bool = True) -> Self:
@@ -350,6 +350,11 @@ class ScalarModel(nn.Module):
             Shape ``(R,)``, float32 (float64 for a float64 backbone); differentiable.
         """
         assert self.load().head is not None
+        if self._replaced:
+            raise RuntimeError(
+                f"another {self.role} model took this one's adapter on the team's backbone; save one before loading "
+                "the next, and name the saved directory"
+            )
         decoder, mask = self._decoder, rows.attention_mask
         inputs: dict[str, Any] = {"input_ids": rows.input_ids, "attention_mask": mask.long(), "use_cache": False}
         if accepts(decoder, "position_ids"):
@@ -371,7 +376,9 @@ class ScalarModel(nn.Module):
             classifier, _ = classifier_around(deepcopy_detached(self._team[0].model(0)))
         else:
             classifier = deepcopy_detached(self.classifier)
-        merge_adapter(classifier, self._adapter)
+        if self.lora is not None:
+            classifier.to(torch.promote_types(self._like().dtype, torch.float32))  # merged without rounding
+        merge_adapter(classifier, self.adapter_name)
         score = score_head(classifier)
         score.weight.data = self.head.weight.data.detach().to(score.weight.device)  # type: ignore[union-attr]
         classifier.config.pad_token_id = self.pad_id

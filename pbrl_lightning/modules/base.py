@@ -17,10 +17,11 @@ from typing_extensions import override
 
 from pbrl_lightning.agents.prompts import render_messages
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
+from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair, RolloutBatch
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
+from pbrl_lightning.rounds import log_to
 from pbrl_lightning.schedule import RoundSchedule
 
 if TYPE_CHECKING:
@@ -168,6 +169,8 @@ class LearnerModule(L.LightningModule):
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         del outputs, batch_idx
+        if isinstance(batch, RolloutBatch):  # the loggers have it already; for ModelCheckpoint(monitor=…)
+            self.log_dict(self.trainer.datamodule.rollout_metrics, logger=False)  # type: ignore[attr-defined]
         num_tokens = sum(int(rows.attention_mask.sum()) for rows in batch.agents)
         seconds = time.monotonic() - self._batch_started
         self.log("train/tokens_per_second", num_tokens / max(seconds, 1e-9), batch_size=len(batch))
@@ -208,24 +211,32 @@ class LearnerModule(L.LightningModule):
         if not gradient_clip_val:
             return
         for group in optimizer.param_groups:
-            if gradient_clip_algorithm == "value":
-                torch.nn.utils.clip_grad_value_(group["params"], gradient_clip_val)
-            else:
-                torch.nn.utils.clip_grad_norm_(group["params"], gradient_clip_val)
+            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if moving and gradient_clip_algorithm == "value":
+                torch.nn.utils.clip_grad_value_(moving, gradient_clip_val)
+            elif moving:
+                torch.nn.utils.clip_grad_norm_(moving, gradient_clip_val)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Tied weights have several names, and all of them are in the state dict.
+        # What this run does not train stays out: frozen backbones, adapters of earlier runs on the same team. Tied
+        # weights have several names, and all of them are in the state dict.
         everything = self.named_parameters(remove_duplicate=False)
-        frozen = {name for name, parameter in everything if not parameter.requires_grad}
+        trained = self._trained()
+        frozen = {name for name, parameter in everything if id(parameter) not in trained}
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in frozen}
+
+    def _trained(self) -> set[int]:
+        """Identities of the parameters in the optimizer's groups."""
+        return {id(parameter) for group in self.parameter_groups() for parameter in group["params"]}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         settle_epoch(checkpoint)
         self.load()
-        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        moving = self._trained()
+        trained = {name for name, parameter in self.named_parameters() if id(parameter) in moving}
         missing = sorted(trained - set(checkpoint["state_dict"]))
         if missing:
             raise KeyError(f"the checkpoint lacks {len(missing)} trained weights, such as {missing[0]!r}")
@@ -236,6 +247,9 @@ class LearnerModule(L.LightningModule):
     @override
     def on_train_end(self) -> None:
         self.trainer.datamodule.finish()  # type: ignore[attr-defined]
+        if not self.trainer.datamodule.rounds or self.policy_stage is not None:  # type: ignore[attr-defined]
+            # What was cut or dropped outside of collections, after which it is logged otherwise.
+            log_to(self.trainer, {f"collect/{name}": count for name, count in self.counts().items()})
 
 
 class TeamModule(LearnerModule):

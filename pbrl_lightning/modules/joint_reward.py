@@ -75,11 +75,15 @@ class JointRewardModule(LearnerModule):
 
     @override
     def check(self) -> None:
+        if self.reward_model.shared:
+            raise ValueError(
+                "`model: team` is for a MARLHFModule, whose team it stands on; name a model of its own here"
+            )
         self.reward_model.bind(None)
 
     @override
     def load(self) -> None:
-        self.reward_model.bind(None).load()
+        self.reward_model.bind(None).load().set_trained(True)
 
     @override
     def export(self, directory: Path) -> None:
@@ -145,6 +149,7 @@ class JointRewardModule(LearnerModule):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.reward_model.fitted = True
         found = {name: value for name, value in self.trainer.callback_metrics.items() if name.startswith("reward/val_")}
         if found:
             listed = ", ".join(

@@ -43,7 +43,7 @@ class MARLModule(TeamModule):
             ``iac`` R_g − V_i(prompt_i).
         num_generations: Responses per agent and item, G; at least 2 without a critic or with ``critic_type="q"``.
         advantage_normalization: Divide by the population standard deviation of the group's rewards (with a critic: of
-            the advantages over the rollout batch), without re-centring.
+            the advantages over the rollout batch, and by no less than their mean's size), without re-centring.
         reward_model: A fitted reward model in the place of the task reward.
         critic: Default for ``maac`` a :class:`JointCritic`, for ``iac`` :class:`SeparateCritics`, each from the agents'
             own model; :class:`AttachedCritics` are heads on the actors.
@@ -132,7 +132,12 @@ class MARLModule(TeamModule):
     def load(self) -> None:
         self.load_policy_stage()
         if self.reward_model is not None:
-            self.reward_model.load().freeze()
+            if not self.reward_model.load().fitted:
+                raise ValueError(
+                    "`reward_model` was never fitted: name a fitted one, such as the `export/reward_model` of a run, "
+                    "or leave it out to learn from the task reward"
+                )
+            self.reward_model.set_trained(False)
 
     def load_policy_stage(self) -> None:
         """Loads agents and critics, and keeps the reference; does nothing the second time."""
@@ -149,6 +154,27 @@ class MARLModule(TeamModule):
         if self.reference_kl is not None and self._reference_used and not resumed:
             self._reference = (ReferencePolicies(self.team, self.reference_kl.devices),)
         self._reference_used = True
+        for reference in self._reference:
+            reference.follow()
+
+    def reference_state(self) -> list[dict[str, Tensor] | None] | None:
+        """What a checkpoint holds of the reference."""
+        return self._reference[0].state_dict() if self._reference else None
+
+    def load_reference_state(self, state: list[dict[str, Tensor] | None] | None) -> None:
+        """What :meth:`reference_state` gave."""
+        if state is not None and self._reference:
+            self._reference[0].load_state_dict(state)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["reference"] = self.reference_state()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.load_reference_state(checkpoint.get("reference"))
 
     @override
     def on_fit_start(self) -> None:

@@ -81,6 +81,13 @@ class MARLHFModule(TeamModule):
             weight_decay=weight_decay,
             lr_scheduler=lr_scheduler,
         )
+        problems = []
+        if num_reward_epochs is not None and num_reward_epochs < 1:
+            problems.append(f"`num_reward_epochs` must be >= 1, got {num_reward_epochs}")
+        if reward_learning_rate is not None and not reward_learning_rate > 0:
+            problems.append(f"`reward_learning_rate` must be > 0, got {reward_learning_rate}")
+        if problems:
+            raise ValueError("; ".join(problems))
         reward_model = reward_model or JointRewardModel()
         reward = JointRewardModule(reward_model, num_train_epochs=num_reward_epochs, learning_rate=reward_learning_rate)
         policy = MARLModule(
@@ -145,7 +152,7 @@ class MARLHFModule(TeamModule):
     @override
     def load(self) -> None:
         self.policy.load_policy_stage()
-        self.reward_model.bind(self.team).load()
+        self.reward_model.bind(self.team).load().set_trained(True)
 
     @override
     def on_fit_start(self) -> None:
@@ -189,6 +196,11 @@ class MARLHFModule(TeamModule):
         return self.reward.step(batch, where)
 
     @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.reward_model.fitted = True
+
+    @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         del optimizer
         self._policy_updates += self._in_policy_phase
@@ -202,8 +214,10 @@ class MARLHFModule(TeamModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["policy_updates"] = self._policy_updates
+        checkpoint["reference"] = self.policy.reference_state()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         self._policy_updates = checkpoint["policy_updates"]
+        self.policy.load_reference_state(checkpoint["reference"])

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,7 +20,18 @@ from helpers import assert_close
 from pbrl_lightning import AttachedCritics, JointCritic, JointRewardModel, LambdaDecayReplay, MARLHFModule, ReferenceKL
 from pbrl_lightning.batches import RolloutBatch, TokenBatch
 from pbrl_lightning.callbacks import JointEvaluation
-from training_runs import EVAL_ITEMS, ITEMS, CountingReward, Recorder, make_data, make_team, make_trainer, round_files
+from training_runs import (
+    EVAL_ITEMS,
+    ITEMS,
+    CountingReward,
+    Killer,
+    Recorder,
+    StopError,
+    make_data,
+    make_team,
+    make_trainer,
+    round_files,
+)
 
 ITEM_CALLS = 2 * len(ITEMS)  # reward calls of a round's collection: both sides of each item
 STEPS = 10  # in each of two rounds two batches of pairs, then three minibatches of one item
@@ -33,25 +44,6 @@ KINDS = {
     "maac": (True, {"reward_model": TEAM, "rl_algorithm": "maac", "critic": partial(JointCritic, "team")}, {}),
     "iac": (False, {"rl_algorithm": "iac", "critic": AttachedCritics}, {"replay": partial(LambdaDecayReplay, 0.5)}),
 }
-
-
-class StopError(Exception):
-    """What kills a run."""
-
-
-class Killer(Callback):
-    """Raises after a number of optimizer steps, after the checkpoint of that step was written."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step:
-            raise StopError
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.global_step == self.step:
-            raise StopError
 
 
 class Watch(Recorder):

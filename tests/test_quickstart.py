@@ -41,7 +41,7 @@ def test_quickstart_with_a_small_budget(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     printed = done.stdout + done.stderr
-    for expected in ("evaluation after", "tensorboard --logdir", "trained agents:"):
+    for expected in ("evaluation after", "tensorboard --logdir", "trained models:"):
         assert expected in printed
 
     (run,) = (tmp_path / "out" / "lightning_logs").iterdir()

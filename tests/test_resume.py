@@ -13,7 +13,9 @@ from pbrl_lightning.callbacks import ComparatorHistory
 from training_runs import (
     EVAL_ITEMS,
     CountingReward,
+    Killer,
     Recorder,
+    StopError,
     make_data,
     make_module,
     make_team,
@@ -26,25 +28,6 @@ from training_runs import (
 LORA = pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 SLOW = pytest.mark.slow
 ROUNDS = 3
-
-
-class StopError(Exception):
-    """What kills a run."""
-
-
-class Killer(Callback):
-    """Raises after a number of optimizer steps, after the checkpoint of that step was written."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == self.step:
-            raise StopError
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.global_step == self.step:
-            raise StopError
 
 
 class Stopper(Callback):

@@ -52,6 +52,25 @@ class Recorder(RoundCallback):
         self.events.append("batch")
 
 
+class StopError(Exception):
+    """What kills a run."""
+
+
+class Killer(L.Callback):
+    """Raises after a number of optimizer steps, after the checkpoint of that step was written."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise StopError
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.global_step == self.step:
+            raise StopError
+
+
 def make_team(lora=False, dtype="float32", **options):
     options = {"num_agents": 2, **options}
     return AgentTeam("builtin:tiny", lora=LoraOptions(r=4) if lora else None, dtype=dtype, **options)

@@ -33,8 +33,8 @@ MUTANTS = [
     Mutant(
         "winner and loser swapped",
         "preferences/pair_tokens.py",
-        "[self.tokens[row].winner[agent] for row in rows] + [self.tokens[row].loser[agent] for row in rows]",
-        "[self.tokens[row].loser[agent] for row in rows] + [self.tokens[row].winner[agent] for row in rows]",
+        "[self.tokens[row].winner[reader] for row in rows] + [self.tokens[row].loser[reader] for row in rows]",
+        "[self.tokens[row].loser[reader] for row in rows] + [self.tokens[row].winner[reader] for row in rows]",
         "tests/test_pair_tokens.py",
     ),
     Mutant(

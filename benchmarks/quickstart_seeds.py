@@ -52,7 +52,7 @@ class SwappedMADPO(MADPOModule):
 
 
 def train(config: str, seed: int, control: bool, overrides: list[str]) -> dict[str, float | int | str]:
-    """One training run; mean rewards before and after, the paired gain and its standard error over items."""
+    """One training run; mean rewards before and after, the paired gain and its standard error over responses."""
     if control:
         text = Path(config).read_text(encoding="utf-8").replace("MADPOModule", f"{__name__}.SwappedMADPO")
         config = tempfile.mkstemp(suffix=".yaml", text=True)[1]

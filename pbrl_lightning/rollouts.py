@@ -32,7 +32,6 @@ class Rollout:
         agent_rows: Per agent, ``R`` rows.
         critic_rows: Per critic with a model of its own, ``B`` or ``R`` rows.
         rewards: Shared reward, shape ``(R,)``; 0 where there is none.
-        scored: Shape ``(R,)``, bool.
         returns: Each agent's reward, the reference KL subtracted, shape ``(N, R)``.
         advantages: Shape ``(N, R)``.
         old_values: Shape ``(C, R)``, or None.
@@ -43,7 +42,6 @@ class Rollout:
     agent_rows: list[Rows]
     critic_rows: list[Rows]
     rewards: Tensor
-    scored: Tensor
     returns: Tensor
     advantages: Tensor
     old_values: Tensor | None
@@ -212,7 +210,6 @@ class RolloutLoader:
             agent_rows,
             critic_rows,
             rewards,
-            scored,
             returns,
             advantages[:, places].flatten(1),
             old_values,

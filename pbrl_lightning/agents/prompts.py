@@ -148,6 +148,16 @@ def render_plainly(messages: list[dict[str, str]], add_generation_prompt: bool) 
     return lines + "assistant: " if add_generation_prompt else lines
 
 
+def plain_text(prompt: str | list[dict[str, str]]) -> str:
+    r"""A prompt as the bare text of its messages, for readers that are not sent through a chat template.
+
+    Example:
+        >>> plain_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+        'Be brief.\n\nHi'
+    """
+    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a prompt: special tokens added unless the text already begins with the BOS text; never empty."""
     bos = tokenizer.bos_token

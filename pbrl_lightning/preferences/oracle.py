@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import inspect
 import math
 import numbers
 import reprlib
 import warnings
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NoReturn
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 
 from pbrl_lightning.batches import TaskItem
+from pbrl_lightning.concurrency import run_to_end
 from pbrl_lightning.importing import resolve_callable
 
 __all__ = ["Oracle", "OracleError", "Score", "resolve_callable"]
@@ -124,7 +123,7 @@ class Oracle:
         if size == 0:
             return []
         if self._is_async:
-            raw = _run(lambda: self._score_concurrently(items, item_indices, prompts, completions))
+            raw = run_to_end(lambda: self._score_concurrently(items, item_indices, prompts, completions))
         else:
             try:
                 returned = self.reward_func(*map(list, completions), **self._extras(items, prompts))
@@ -246,20 +245,6 @@ def _is_async(function: Callable[..., Any]) -> bool:
         function = function.func
     call = function.forward if isinstance(function, torch.nn.Module) else type(function).__call__
     return inspect.iscoroutinefunction(call)
-
-
-def _run(start: Callable[[], Awaitable[list[float | None]]]) -> list[float | None]:
-    """Run a coroutine to its end, beside a loop that is already running (a notebook's) in a thread."""
-
-    async def main() -> list[float | None]:
-        return await start()
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(main())
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(contextvars.copy_context().run, lambda: asyncio.run(main())).result()
 
 
 def _as_list(returned: object) -> list[Any] | None:

@@ -1,0 +1,35 @@
+"""Coroutines from code that is not async, and several of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_to_end(start: Callable[[], Awaitable[T]]) -> T:
+    """Runs a coroutine to its end, beside a loop that is already running (a notebook's) in a thread."""
+
+    async def main() -> T:
+        return await start()
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(contextvars.copy_context().run, lambda: asyncio.run(main())).result()
+
+
+async def all_of(coroutines: Iterable[Any]) -> list[Any]:
+    """The results of coroutines that run at once; the first failure cancels the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    return [task.result() for task in tasks]

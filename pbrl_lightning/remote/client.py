@@ -1,0 +1,273 @@
+"""Asks a remote model, with retries, limits and no surprises."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx2
+import tenacity
+
+from pbrl_lightning.concurrency import all_of
+from pbrl_lightning.remote.endpoint import ApiEndpoint
+from pbrl_lightning.remote.errors import ApiRejectedError, ApiUnavailableError
+from pbrl_lightning.remote.formats import (
+    ApiRequest,
+    ErrorAnswerError,
+    UnreadableAnswerError,
+    provider_words,
+    read_answer,
+    request_body,
+)
+
+_log = logging.getLogger(__name__)
+
+_RETRIED_STATUSES = (408, 409, 429)
+_REJECTED_CODES = ("insufficient_quota", "billing_hard_limit_reached", "invalid_api_key")
+_EMPTY_ANSWERS = 2
+_HINTS = {
+    400: "a parameter that it does not take can be renamed or left out by `parameter_names`; for one candidate per "
+    "request set `max_n_per_request: 1`",
+    401: "is the key's environment variable (`key_env`) the right one?",
+    402: "the account has no balance",
+    403: "the key may not use this model or address",
+    404: "are `url` and `model` right?",
+}
+
+
+class _FailedAttemptError(Exception):
+    """An attempt that is worth another one."""
+
+    def __init__(self, reason: str, status: int | None = None, retry_after: float | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class ApiClient:
+    """Asks one endpoint from one event loop: ``async with ApiClient(endpoint) as client: …``.
+
+    Args:
+        endpoint: Where and how.
+    """
+
+    def __init__(self, endpoint: ApiEndpoint) -> None:
+        self.endpoint = endpoint
+        self._limit = asyncio.Semaphore(endpoint.max_concurrency)
+        # Redirects would carry the key to another host; time is limited as a whole, per attempt.
+        self._http = httpx2.AsyncClient(
+            timeout=None,
+            follow_redirects=False,
+            limits=httpx2.Limits(max_connections=endpoint.max_concurrency),
+            trust_env=not endpoint.is_loopback,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._http.__aexit__(kind, error, traceback)
+
+    async def answer(
+        self,
+        request: ApiRequest,
+        indices: Sequence[int],
+        arrived: Callable[[dict[int, str | None]], None] | None = None,
+    ) -> dict[int, str]:
+        """Answers for these candidate indices, in as few requests as the endpoint allows.
+
+        Where fewer come than asked for, the rest is asked for again; null contents and refusals are answers too.
+
+        Args:
+            request: What is asked; its ``num_candidates`` is not read.
+            indices: Candidate indices.
+            arrived: Called with each answer's texts by index, None where there is no content, as it arrives.
+
+        Returns:
+            Text by candidate index; an index without content is left out.
+
+        Raises:
+            ApiRejectedError: If the endpoint refuses such requests.
+            ApiUnavailableError: If a request got no usable answer.
+        """
+        size = self.endpoint.max_n or max(1, len(indices))
+        parts = [list(indices[start : start + size]) for start in range(0, len(indices), size)]
+        found: dict[int, str] = {}
+
+        async def one(missing: list[int]) -> None:
+            empty = 0
+            while missing and empty < _EMPTY_ANSWERS:
+                texts = (await self.ask(request, len(missing)))[: len(missing)]
+                empty += not texts
+                answers = dict(zip(missing, texts, strict=False))
+                missing = missing[len(texts) :]
+                found.update({index: text for index, text in answers.items() if text is not None})
+                if arrived is not None and answers:
+                    arrived(answers)
+
+        await all_of(one(part) for part in parts)
+        return found
+
+    async def ask(self, request: ApiRequest, num_candidates: int | None = None) -> list[str | None]:
+        """One request, repeated until it is answered.
+
+        Args:
+            request: What is asked.
+            num_candidates: Answers wanted; None takes the request's.
+
+        Returns:
+            The answers that came, which may be fewer or more; None for a null content or a refusal.
+
+        Raises:
+            ApiRejectedError: If the endpoint refuses such requests.
+            ApiUnavailableError: If attempts or deadline ran out.
+        """
+        body = request_body(self.endpoint, request, num_candidates or request.num_candidates)
+        # Held through the waits: while an endpoint is overloaded, others do not use up their attempts.
+        async with self._limit:
+            return await self._repeat(body)
+
+    async def _repeat(self, body: dict[str, Any]) -> list[str | None]:
+        endpoint, started = self.endpoint, time.monotonic()
+        last: _FailedAttemptError | None = None
+
+        def wait(state: tenacity.RetryCallState) -> float:
+            backoff = min(endpoint.wait_max, endpoint.wait_initial * 2 ** (state.attempt_number - 1))
+            jittered = backoff * random.uniform(0.5, 1.0)
+            named = last.retry_after if last is not None else None
+            return jittered if named is None else named + min(jittered, 1.0)
+
+        def announce(state: tenacity.RetryCallState) -> None:
+            pause = state.next_action.sleep if state.next_action is not None else 0.0
+            _log.warning(
+                "attempt %d of %d at %s failed (%s); again in %.1f s",
+                state.attempt_number,
+                endpoint.max_attempts,
+                endpoint.address,
+                last,
+                pause,
+            )
+
+        def hopeless(_: tenacity.RetryCallState) -> bool:
+            named = last.retry_after if last is not None else None
+            return named is not None and time.monotonic() - started + named > endpoint.deadline
+
+        attempts = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(_FailedAttemptError),
+            stop=tenacity.stop_any(tenacity.stop_after_attempt(endpoint.max_attempts), hopeless),
+            wait=wait,
+            before_sleep=announce,
+            reraise=True,
+        )
+        number = 0
+        try:
+            async with asyncio.timeout(endpoint.deadline):
+                async for attempt in attempts:
+                    with attempt:
+                        number += 1
+                        try:
+                            return read_answer(endpoint, await self._post(body))
+                        except (UnreadableAnswerError, ErrorAnswerError) as error:
+                            last = self._failed_answer(error)
+                            raise last from None
+                        except _FailedAttemptError as error:
+                            last = error
+                            raise
+        except (TimeoutError, _FailedAttemptError):
+            pass
+        seconds = time.monotonic() - started
+        reason = "no answer" if last is None else str(last)
+        if last is not None and last.retry_after is not None:
+            reason += f" (it asks to wait {last.retry_after:.0f} s)"
+        raise ApiUnavailableError(
+            f"{endpoint.address} gave no usable answer in {number} attempts and {seconds:.1f} s: {reason}",
+            endpoint=endpoint.address,
+            status=last.status if last is not None else None,
+        )
+
+    async def _post(self, body: dict[str, Any]) -> Any:
+        """The JSON of one answer."""
+        endpoint = self.endpoint
+        try:
+            async with (
+                asyncio.timeout(endpoint.timeout),
+                self._http.stream("POST", endpoint.url, json=body, headers=endpoint.request_headers()) as response,
+            ):
+                status, headers = response.status_code, dict(response.headers)
+                data = await self._read(response)
+        except TimeoutError:
+            raise _FailedAttemptError(f"no whole answer within {endpoint.timeout:g} s") from None
+        except httpx2.HTTPError as error:
+            words = endpoint.redact(str(error) or "the connection broke")
+            raise _FailedAttemptError(f"{type(error).__name__}: {words}") from None
+        if status >= 300:
+            self._raise_for_status(status, headers, data)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            start = endpoint.redact(" ".join(data[:120].decode(errors="replace").split()))
+            kind = headers.get("content-type", "unknown content")
+            raise _FailedAttemptError(f"the answer is no JSON ({kind}): {start!r}", status) from None
+
+    async def _read(self, response: httpx2.Response) -> bytes:
+        data = bytearray()
+        async for chunk in response.aiter_bytes():
+            data += chunk
+            if len(data) > self.endpoint.max_response_bytes:
+                limit = self.endpoint.max_response_bytes
+                raise _FailedAttemptError(f"the answer has more than `max_response_bytes` ({limit})")
+        return bytes(data)
+
+    def _raise_for_status(self, status: int, headers: dict[str, str], data: bytes) -> None:
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError):
+            body = data[:2000].decode(errors="replace")
+        words = self.endpoint.redact(provider_words(body))
+        error = body.get("error") if isinstance(body, dict) else None
+        code = error.get("code") or error.get("type") if isinstance(error, dict) else None
+        if (status >= 500 or status in _RETRIED_STATUSES) and code not in _REJECTED_CODES:
+            raise _FailedAttemptError(f"status {status}: {words}", status, _retry_after(headers.get("retry-after")))
+        if status < 400:
+            target = self.endpoint.redact(headers.get("location", "nowhere"))
+            words = f"it redirects to {target}, and redirects are not followed: give the final `url`"
+        raise self._rejected(status, words)
+
+    def _failed_answer(self, error: UnreadableAnswerError | ErrorAnswerError) -> _FailedAttemptError:
+        """What an answer with status 200 that is none counts as; raises for one that another attempt will not mend."""
+        words = self.endpoint.redact(str(error))
+        if isinstance(error, ErrorAnswerError):
+            code = int(str(error.code)) if str(error.code).isdigit() else error.code
+            final = isinstance(code, int) and 400 <= code < 500 and code not in _RETRIED_STATUSES
+            if final or code in _REJECTED_CODES:
+                raise self._rejected(code if isinstance(code, int) else 200, words)
+        return _FailedAttemptError(words, 200)
+
+    def _rejected(self, status: int, words: str) -> ApiRejectedError:
+        hint = f" ({_HINTS[status]})" if status in _HINTS else ""
+        address = self.endpoint.address
+        return ApiRejectedError(f"{address} answered {status}: {words}{hint}", endpoint=address, status=status)
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds of a Retry-After header, a number or a date."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(0.0, seconds) if seconds == seconds else None

@@ -1,0 +1,256 @@
+"""Requests and answers of the four formats, as plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pbrl_lightning.agents.prompts import plain_text
+from pbrl_lightning.batches import TaskItem
+from pbrl_lightning.remote.endpoint import ApiEndpoint, ApiKind
+
+
+class UnreadableAnswerError(ValueError):
+    """An answer that is not of its format; another attempt may bring a good one."""
+
+
+class ErrorAnswerError(ValueError):
+    """An answer that says it is an error, whatever its status.
+
+    Attributes:
+        code: The status or code in it, if any.
+    """
+
+    def __init__(self, message: str, code: object) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """What a remote model is asked.
+
+    Attributes:
+        prompt: A text, or chat messages.
+        num_candidates: Answers wanted.
+        max_new_tokens: Most tokens of an answer.
+        temperature: Sampling temperature.
+        top_p: Nucleus.
+        top_k: Most probable tokens kept, or None.
+        agent_index: Which agent's prompt it is.
+        item: The task item.
+    """
+
+    prompt: str | list[dict[str, str]]
+    num_candidates: int = 1
+    max_new_tokens: int = 256
+    temperature: float = 0.6
+    top_p: float = 0.6
+    top_k: int | None = 50
+    agent_index: int = 0
+    item: TaskItem | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if a message has no text; several providers refuse such a request."""
+        if isinstance(self.prompt, str):
+            return not self.prompt.strip()
+        return not self.prompt or any(not message["content"].strip() for message in self.prompt)
+
+
+def request_body(endpoint: ApiEndpoint, request: ApiRequest, num_candidates: int) -> dict[str, Any]:
+    """The JSON of a request for so many candidates.
+
+    Raises:
+        ValueError: If the task item cannot be written as JSON (``generic`` sends it).
+    """
+    usual = _BODIES[endpoint.kind](request, num_candidates)
+    if endpoint.model is not None:
+        usual = {"model": endpoint.model, **usual}
+    renamed = {endpoint.parameter_names.get(name, name): value for name, value in usual.items()}
+    body = {name: value for name, value in renamed.items() if name is not None} | endpoint.extra_body
+    try:
+        json.dumps(body, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a request must be JSON: the task item or `extra_body` is not ({error})") from None
+    return body
+
+
+def read_answer(endpoint: ApiEndpoint, body: Any) -> list[str | None]:
+    """The completions in an answer; None for one without content or refused.
+
+    Raises:
+        ErrorAnswerError: If the answer says it is an error.
+        UnreadableAnswerError: If it is not of the endpoint's format.
+    """
+    if endpoint.kind == "generic":
+        return _read_generic(body, endpoint.response_field)
+    if not isinstance(body, dict):
+        raise UnreadableAnswerError(f"the answer must be a JSON object, got {type(body).__name__}")
+    raise_error_in(body)
+    return _READERS[endpoint.kind](body)
+
+
+def raise_error_in(body: dict[str, Any]) -> None:
+    """Raises an ErrorAnswerError if an answer holds an error."""
+    error = body.get("error")
+    if error:
+        details = error if isinstance(error, dict) else {}
+        code = details.get("code") or details.get("status") or details.get("type")
+        raise ErrorAnswerError(provider_words(body), code)
+
+
+def provider_words(body: Any) -> str:
+    """What an error answer says, in one short line."""
+    words = body
+    if isinstance(body, dict):
+        words = next((body[name] for name in ("error", "message", "detail") if body.get(name)), body)
+        if isinstance(words, dict):
+            words = words.get("message") or words
+    text = words if isinstance(words, str) else json.dumps(words, ensure_ascii=False)
+    return " ".join(text.split())[:400]
+
+
+def _generic_body(request: ApiRequest, num_candidates: int) -> dict[str, Any]:
+    return {
+        "prompt": request.prompt if isinstance(request.prompt, str) else plain_text(request.prompt),
+        "agent_idx": request.agent_index,
+        "num_return_sequences": num_candidates,
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "batch_item": request.item,
+    }
+
+
+def _openai_body(request: ApiRequest, num_candidates: int) -> dict[str, Any]:
+    return {
+        "messages": _messages(request),
+        "n": num_candidates,
+        "max_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "stream": False,
+    }
+
+
+def _anthropic_body(request: ApiRequest, _: int) -> dict[str, Any]:
+    messages = _messages(request)
+    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+    return {
+        **({"system": system} if system else {}),
+        "messages": [message for message in messages if message["role"] != "system"],
+        "max_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "stream": False,
+    }
+
+
+def _responses_body(request: ApiRequest, _: int) -> dict[str, Any]:
+    return {"input": request.prompt, "max_output_tokens": request.max_new_tokens, "stream": False}
+
+
+_BODIES: dict[ApiKind, Callable[[ApiRequest, int], dict[str, Any]]] = {
+    "generic": _generic_body,
+    "openai": _openai_body,
+    "anthropic": _anthropic_body,
+    "openai_responses": _responses_body,
+}
+
+
+def _messages(request: ApiRequest) -> list[dict[str, str]]:
+    return [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
+
+
+def _read_generic(body: Any, response_field: str) -> list[str | None]:
+    found = body
+    for name in response_field.split("."):
+        if not isinstance(found, dict) or name not in found:
+            if isinstance(body, dict):
+                raise_error_in(body)
+            there = ", ".join(map(repr, found)) if isinstance(found, dict) else type(found).__name__
+            raise UnreadableAnswerError(
+                f"the answer must have a list at `response_field` {response_field!r}, and has: {there}"
+            )
+        found = found[name]
+    if not isinstance(found, list):
+        raise UnreadableAnswerError(
+            f"`response_field` {response_field!r} must be a list of completions, got {type(found).__name__}"
+        )
+    return [_generic_text(entry) for entry in found]
+
+
+def _generic_text(entry: Any) -> str | None:
+    if entry is None or isinstance(entry, str):
+        return entry
+    if isinstance(entry, dict):
+        for name in ("text", "content"):
+            if isinstance(entry.get(name), str):
+                return str(entry[name])
+        if "message" in entry:
+            return _generic_text(entry["message"])
+        if entry.get("text", "") is None or entry.get("content", "") is None:
+            return None
+    raise UnreadableAnswerError(
+        f"a completion must be a string or have `text`, `content` or `message.content`, got {json.dumps(entry)[:100]}"
+    )
+
+
+def _read_openai(body: dict[str, Any]) -> list[str | None]:
+    if "choices" not in body:
+        raise UnreadableAnswerError(f"the answer has no `choices`, but: {', '.join(map(repr, body)) or 'nothing'}")
+    texts: list[str | None] = []
+    for choice in _objects(body["choices"], "choices"):
+        message = choice.get("message") or {}
+        if message.get("refusal") or choice.get("finish_reason") == "content_filter":
+            texts.append(None)
+        else:
+            texts.append(_block_text(message.get("content"), "text"))
+    return texts
+
+
+def _read_anthropic(body: dict[str, Any]) -> list[str | None]:
+    if "content" not in body:
+        raise UnreadableAnswerError(f"the answer has no `content`, but: {', '.join(map(repr, body)) or 'nothing'}")
+    return [None if body.get("stop_reason") == "refusal" else _block_text(body["content"], "text")]
+
+
+def _read_responses(body: dict[str, Any]) -> list[str | None]:
+    if "output" not in body:
+        raise UnreadableAnswerError(f"the answer has no `output`, but: {', '.join(map(repr, body)) or 'nothing'}")
+    blocks = [
+        block
+        for entry in _objects(body["output"], "output")
+        if entry.get("type", "message") == "message"  # others are reasoning and tool calls
+        for block in _objects(entry.get("content"), "content")
+    ]
+    if any(block.get("type") == "refusal" for block in blocks):
+        return [None]
+    return [_block_text(blocks, "output_text")]
+
+
+_READERS: dict[ApiKind, Callable[[dict[str, Any]], list[str | None]]] = {
+    "openai": _read_openai,
+    "anthropic": _read_anthropic,
+    "openai_responses": _read_responses,
+}
+
+
+def _block_text(content: Any, kind: str) -> str | None:
+    """The text blocks of a content, joined; None where there is none."""
+    if content is None or isinstance(content, str):
+        return content
+    texts = [block.get("text") for block in _objects(content, "content") if block.get("type") == kind]
+    found = [text for text in texts if isinstance(text, str)]
+    return "".join(found) if found else None
+
+
+def _objects(value: Any, name: str) -> list[dict[str, Any]]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(entry, dict | None) for entry in value):
+        raise UnreadableAnswerError(f"`{name}` must be a list of objects, got {json.dumps(value)[:100]}")
+    return [entry or {} for entry in value]

@@ -4,5 +4,6 @@ from pbrl_lightning.callbacks.agent_export import AgentExport
 from pbrl_lightning.callbacks.collection_progress import CollectionProgress
 from pbrl_lightning.callbacks.comparator_history import ComparatorHistory
 from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
+from pbrl_lightning.callbacks.round_checkpoint import RoundCheckpoint
 
-__all__ = ["AgentExport", "CollectionProgress", "ComparatorHistory", "JointEvaluation"]
+__all__ = ["AgentExport", "CollectionProgress", "ComparatorHistory", "JointEvaluation", "RoundCheckpoint"]

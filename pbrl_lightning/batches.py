@@ -5,6 +5,7 @@ Letters: ``B`` pairs or items, ``K`` candidates, ``N`` agents, ``T`` tokens, ``R
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 TaskItem = dict[str, Any]
+
+RoleView = Callable[[Sequence[TaskItem], list[list[str]], list[list[str]]], tuple[list[list[str]], list[list[str]]]]
+"""``B`` items, lists of ``B`` prompts and of ``B`` responses per policy, to those lists per role."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,21 @@ class Response:
 
 
 @dataclass(frozen=True)
+class AgentAnswer:
+    """What one agent said to one task item.
+
+    Attributes:
+        prompt: The prompt text.
+        responses: Candidate index to response. An index may be missing.
+        prompt_ids: Token ids as the agent read them (after cutting), None where unknown.
+    """
+
+    prompt: str
+    responses: dict[int, Response]
+    prompt_ids: list[int] | None = None
+
+
+@dataclass(frozen=True)
 class TeamSample:
     """What ``N`` agents said to one task item.
 
@@ -44,6 +63,17 @@ class TeamSample:
     prompts: list[str]
     responses: list[dict[int, Response]]
     prompt_ids: list[list[int]] | None = None
+
+    @classmethod
+    def of(cls, item_index: int, answers: Sequence[AgentAnswer]) -> TeamSample:
+        """The answers of ``N`` agents to one task item, together."""
+        ids = [answer.prompt_ids for answer in answers if answer.prompt_ids is not None]
+        return cls(
+            item_index=item_index,
+            prompts=[answer.prompt for answer in answers],
+            responses=[answer.responses for answer in answers],
+            prompt_ids=ids if len(ids) == len(answers) else None,
+        )
 
     @property
     def joint_indices(self) -> list[int]:

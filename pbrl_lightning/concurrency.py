@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,3 +34,8 @@ async def all_of(coroutines: Iterable[Any]) -> list[Any]:
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures.exceptions[0].__cause__
     return [task.result() for task in tasks]
+
+
+def opened(function: Any) -> AbstractAsyncContextManager[Any]:
+    """What a function keeps open between its calls on one event loop, where it is an async context manager."""
+    return function if hasattr(function, "__aenter__") else nullcontext()

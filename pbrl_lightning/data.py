@@ -24,6 +24,7 @@ from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.pair_tokens import PairLoader, pairs_from_state, pairs_to_state
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.round_files import read_pairs
+from pbrl_lightning.preferences.scoring import PreferenceJudge
 from pbrl_lightning.preferences.selection import PairSelection
 from pbrl_lightning.rollouts import RolloutLoader
 from pbrl_lightning.rounds import RoundRecord, RunProgress, completed_epochs, log_round, log_to, notify
@@ -45,6 +46,8 @@ class PreferenceDataModule(L.LightningDataModule):
         eval_items: Held-out task items; without them there is no evaluation.
         eval_metrics: The user's own metrics, called like the reward; returns a dict of numbers.
         comparator: Who gives the other side of each comparison; makes the run iterative.
+        judge: Decides comparisons in the place of the reward's scores; a candidate then scores the share of its
+            comparisons that it wins. ``reward_func`` still evaluates.
         replay: Which stored pairs a round trains on.
         num_candidates: Joint responses per item; default 80, iterative 20.
         pairs_per_sample: Most pairs kept per item, null for all; default 16, iterative 4.
@@ -62,7 +65,7 @@ class PreferenceDataModule(L.LightningDataModule):
             last one fitted (the task reward until there is one).
         replay_dir: Where round files go; default ``replay`` in the run's log directory.
         seed: The run's seed: every draw is a function of it.
-        max_concurrency: Most calls of an async reward at once.
+        max_concurrency: Most calls of an async reward or a judge at once, per process.
         num_turns: Only 1 is supported.
         joint_mode: Only ``aligned`` is supported.
 
@@ -79,6 +82,7 @@ class PreferenceDataModule(L.LightningDataModule):
         eval_items: Any = None,
         eval_metrics: Callable[..., dict[str, float]] | None = None,
         comparator: Comparator | None = None,
+        judge: PreferenceJudge | None = None,
         replay: ReplayBuffer | None = None,
         num_candidates: int | None = None,
         pairs_per_sample: int | Literal["default"] | None = "default",
@@ -98,6 +102,8 @@ class PreferenceDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.comparator = comparator
+        self.judge = judge
+        self.max_concurrency = max_concurrency
         self.replay = replay or CurrentReplay()
         self.num_candidates = num_candidates or (80 if comparator is None else 20)
         self.pair_selection: PairSelection = pair_selection or (
@@ -186,7 +192,9 @@ class PreferenceDataModule(L.LightningDataModule):
         schedule = self._schedule
         module.check()
         if self.comparator is not None:
-            self.comparator.check(self._team_module.team.num_agents)
+            self.comparator.check(self._team_module.team)
+        if self.oracle is not None and isinstance(module, TeamModule):
+            self.oracle.view = module.team.role_view
         if self.pair_paths is not None:
             read_pairs(self.pair_paths)  # errors before any model is loaded
         if isinstance(module, TeamModule):
@@ -289,8 +297,13 @@ class PreferenceDataModule(L.LightningDataModule):
             return None
         return self.evaluator.evaluate(self._team_module.team, list(range(min(num_samples, len(self.evaluator.items)))))
 
+    def drop_journals(self) -> None:
+        """Removes what a restarted collection would need, when the pairs are safe."""
+        self._source.drop_journals()
+
     def finish(self) -> None:
         """Ends the last round, if all of its epochs are over."""
+        self.drop_journals()
         if not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             return  # Lightning counts an epoch that `max_steps` or a stop cut short as over
         shift = self._progress.skipped_rounds * self._schedule.epochs_per_round
@@ -345,6 +358,7 @@ class PreferenceDataModule(L.LightningDataModule):
             if self._pairs or not self._module.collects_pairs:
                 self._module.begin_round(position.round)
                 progress.fitted |= self._module.collects_pairs
+                notify(self._trainer, "on_round_prepared", position.round)
                 return position
             rank_zero_info(f"round {position.round} has no pairs to train on and passes without an update")
             progress.skipped_rounds += 1
@@ -380,7 +394,6 @@ class PreferenceDataModule(L.LightningDataModule):
         oracle, learned = self.oracle, self._module.learned_reward
         if self.preference_scoring_reward == "reward_model" and self._progress.fitted and learned is not None:
             oracle = Oracle(learned.score_texts)
-        assert oracle is not None  # validate_run
         return Collector(
             oracle,
             self.sampling,
@@ -389,6 +402,8 @@ class PreferenceDataModule(L.LightningDataModule):
             self.pairs_per_sample,
             self.seed,
             self.comparator,
+            self.judge,
+            self.max_concurrency,
         )
 
     def _end_round(self) -> None:

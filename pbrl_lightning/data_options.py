@@ -94,8 +94,15 @@ def validate_run(data: PreferenceDataModule, module: LearnerModule) -> None:
         ),
         (has_policy and not has_items and from_files, f"a {name} needs `items` for its policy stage besides `pairs`"),
         (
-            has_items and data.oracle is None and ((collects and not fits_alone) or (has_policy and not learns)),
+            has_items
+            and data.oracle is None
+            and ((collects and not fits_alone and data.judge is None) or (has_policy and not learns)),
             "`reward_func` must be given with `items`",
+        ),
+        (data.judge is not None and not collects, f"`judge` compares candidates, and this {name} collects none"),
+        (
+            data.judge is not None and data.preference_scoring_reward == "reward_model",
+            "`judge` and `preference_scoring_reward: reward_model` exclude each other",
         ),
         (
             data.val_fraction is not None and not fits_alone,

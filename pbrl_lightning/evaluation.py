@@ -47,6 +47,7 @@ class Evaluator:
         completions = [[sample.completions(k)[agent] for _, sample, k in rows] for agent in range(team.num_agents)]
         prompts = [[sample.prompts[agent] for _, sample, _ in rows] for agent in range(team.num_agents)]
         row_items = [item for item, _, _ in rows]
+        prompts, completions = team.role_view(row_items, prompts, completions)
         scores = self.oracle.score(row_items, [sample.item_index for _, sample, _ in rows], prompts, completions)
         own: dict[str, Any] = {}
         if self.metrics is not None:

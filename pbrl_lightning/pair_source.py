@@ -11,11 +11,14 @@ from statistics import fmean
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
 
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PreferencePair, TaskItem
 from pbrl_lightning.distributed import from_rank_zero, gather_by_index
 from pbrl_lightning.preferences.collector import Collection, Collector
+from pbrl_lightning.preferences.fingerprint import fingerprint, team_digest
+from pbrl_lightning.preferences.journal import CollectionJournal
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.round_files import RoundStore
 from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
@@ -41,6 +44,7 @@ class PairSource:
         self.history_dir: Path | None = None
         self._replay_dir = Path(replay_dir) if replay_dir is not None else None
         self._store: RoundStore | None = None
+        self._journals: list[CollectionJournal] = []
         self._restored_store: dict[str, Any] | None = None
         self._restored_dir: str | None = None
 
@@ -93,12 +97,48 @@ class PairSource:
             notify(trainer, "on_collection_progress", done, total)
 
         team: AgentTeam = trainer.lightning_module.team  # type: ignore[assignment]
-        own_items = [items[index] for index in own]
-        parts = collector.collect(team, own_items, own, round_number, history=self.history_dir, progress=progress)
+        journal = self._journal(trainer, collector, items, round_number)
+        parts = collector.collect(
+            team,
+            [items[index] for index in own],
+            own,
+            round_number,
+            history=self.history_dir,
+            progress=progress,
+            journal=journal,
+        )
+        journal.close()
         collected = Collection()
         for part in gather_by_index(dict(zip(own, parts, strict=True))):
             collected.extend(part)
+        remote = collector.comparator is not None and collector.comparator.is_remote
+        if remote and count and not collected.num_comparator_responses:
+            raise RuntimeError(f"the comparator gave no joint response to any task item of round {round_number}")
         return collected
+
+    def _journal(
+        self, trainer: L.Trainer, collector: Collector, items: list[TaskItem], round_number: int
+    ) -> CollectionJournal:
+        """Found by what decides the collection, so that a run that is started again in its first round finds it too."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return CollectionJournal(None)
+        team: AgentTeam = trainer.lightning_module.team  # type: ignore[assignment]
+        name = fingerprint(
+            [round_number, items, collector.seed, collector.num_candidates, collector.sampling, collector.comparator],
+            [team_digest(team), team.formatters, team.max_prompt_length],
+        )
+        directory = Path(trainer.default_root_dir) / "journal" / f"round_{round_number:04d}-{from_rank_zero(name)}"
+        journal = CollectionJournal(directory, trainer.global_rank)
+        if len(journal) and trainer.is_global_zero:
+            rank_zero_info(f"round {round_number} goes on from the journal of an earlier start, {directory}")
+        self._journals.append(journal)
+        return journal
+
+    def drop_journals(self) -> None:
+        """Removes the journals of rounds whose pairs are safe: in a checkpoint, or in a run that is over."""
+        for journal in self._journals:
+            journal.remove()
+        self._journals.clear()
 
     def select(
         self, seed: int, round_number: int, collected: list[PreferencePair], iterative: bool

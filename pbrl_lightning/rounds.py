@@ -61,7 +61,9 @@ class RunProgress:
     fitted: bool = False
 
 
-RoundHook = Literal["on_round_start", "on_collection_progress", "on_round_collected", "on_round_end"]
+RoundHook = Literal[
+    "on_round_start", "on_collection_progress", "on_round_collected", "on_round_prepared", "on_round_end"
+]
 
 
 class RoundCallback(L.Callback):
@@ -75,6 +77,9 @@ class RoundCallback(L.Callback):
 
     def on_round_collected(self, trainer: L.Trainer, pl_module: L.LightningModule, record: RoundRecord) -> None:
         """After collection and replay, before the first update of the round."""
+
+    def on_round_prepared(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
+        """When all is ready for the first update of a round: its pairs chosen, what is renewed for it renewed."""
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
         """After the last update of a round, before anything of the next one."""
@@ -105,7 +110,5 @@ def log_round(trainer: L.Trainer, record: RoundRecord, progress: RunProgress, nu
     metrics["env_step"] = progress.env_step
     metrics["collect/dropped_candidates"] = num_dropped
     counts = trainer.lightning_module.counts()  # type: ignore[operator]
-    for name in ("truncated_prompts", "truncated_responses", "truncated_joint_texts", "identical_pairs"):
-        if name in counts:
-            metrics[f"collect/{name}"] = counts[name]
+    metrics |= {f"collect/{name}": count for name, count in counts.items() if name != "greedy"}
     log_to(trainer, metrics)

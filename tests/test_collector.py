@@ -58,7 +58,7 @@ class Scripted(Comparator):
         self.script = script
 
     @contextmanager
-    def session(self, team, round_number, history):
+    def session(self, team, phase):
         yield self
 
     def sample(self, items, item_indices, **options):

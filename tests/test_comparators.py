@@ -12,6 +12,7 @@ from helpers import live_tensor_bytes, save_model, tiny
 from pbrl_lightning import CurrentComparator, CurrentCopyComparator, HistoryComparator, ModelComparator
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.callbacks import ComparatorHistory
+from pbrl_lightning.comparators.base import CollectionPhase
 from pbrl_lightning.comparators.history import history_name
 from training_runs import (
     ITEMS,
@@ -60,7 +61,7 @@ def assert_untouched(team, values, state):
 def test_current_speaks_with_the_actors_weights_and_a_stream_of_its_own(lora):
     team = perturb(make_team(lora).load(), 1)
     values, state = all_values(team), state_of(team)
-    with CurrentComparator().session(team, 2, None) as speaker:
+    with CurrentComparator().session(team, CollectionPhase(2)) as speaker:
         assert say(speaker) == say(team)
         assert say(speaker) != say(team, stream="actors")
     assert_untouched(team, values, state)
@@ -87,14 +88,14 @@ def test_fault_B62_a_frozen_copy_speaks_the_same_and_shares_nothing(lora):
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu:0"], ["cpu", "cpu"]])
 def test_no_copy_where_the_actors_are(devices):
     team = make_team().load()
-    with CurrentCopyComparator(devices).session(team, 1, None) as speaker:
+    with CurrentCopyComparator(devices).session(team, CollectionPhase(1)) as speaker:
         assert speaker is team
 
 
 def test_fault_B62_a_copy_goes_to_its_devices_once_per_phase_and_is_freed():
     team = make_team(dtype="float64").load()
     comparator = CurrentCopyComparator(["meta"])  # stands for another device: nothing can be sampled on it
-    with comparator.session(team, 1, None) as speaker:
+    with comparator.session(team, CollectionPhase(1)) as speaker:
         assert speaker is not team
         assert {parameter.device.type for parameter in speaker.parameters()} == {"meta"}
         assert speaker.num_agents == 2
@@ -160,7 +161,7 @@ def test_history_speaks_with_the_policy_of_k_rounds_ago(saved, k, round_number, 
     team, directory, stages = saved
     values, state, now = all_values(team), state_of(team), say(team)
     weights, words = stages[stage]
-    with HistoryComparator(k).session(team, round_number, directory) as speaker:
+    with HistoryComparator(k).session(team, CollectionPhase(round_number, directory)) as speaker:
         assert say(speaker) == words != now
         spoken = [
             dict(speaker.backbone(agent).named_parameters())
@@ -181,7 +182,7 @@ def test_fault_B51_history_is_put_back_when_sampling_fails(saved):
     values, state = all_values(team), state_of(team)
 
     def fail():
-        with HistoryComparator(1).session(team, 3, directory):
+        with HistoryComparator(1).session(team, CollectionPhase(3, directory)):
             raise KeyError("reward")
 
     with pytest.raises(KeyError):
@@ -193,12 +194,12 @@ def test_fault_B51_history_is_put_back_when_sampling_fails(saved):
 def test_fault_B63_history_is_freed_after_the_phase(saved):
     team, directory, _ = saved
     comparator = HistoryComparator(2)
-    with comparator.session(team, 4, directory) as speaker:
+    with comparator.session(team, CollectionPhase(4, directory)) as speaker:
         say(speaker)
     del speaker
     before = live_tensor_bytes()
     parameters = sum(p.numel() * p.element_size() for p in team.parameters())
-    with comparator.session(team, 4, directory) as speaker:
+    with comparator.session(team, CollectionPhase(4, directory)) as speaker:
         within = live_tensor_bytes()
     del speaker
     assert live_tensor_bytes() - before < 0.01 * parameters
@@ -210,17 +211,19 @@ def test_fault_B63_history_is_freed_after_the_phase(saved):
 def test_fault_B90_a_half_written_policy_is_named(saved):
     team, directory, _ = saved
     shutil.rmtree(directory / "iteration_0001" / "agent_1")
-    broken = HistoryComparator(1).session(team, 3, directory)
+    broken = HistoryComparator(1).session(team, CollectionPhase(3, directory))
     with pytest.raises(FileNotFoundError, match=r"iteration_0001/agent_1.*round 3"), broken:
         pass
     for path in (directory / "iteration_0000" / "agent_0").glob("*.safetensors"):
         path.unlink()
-    with pytest.raises(OSError, match=r"iteration_0000/agent_0"), HistoryComparator(1).session(team, 2, directory):
+    broken = HistoryComparator(1).session(team, CollectionPhase(2, directory))
+    with pytest.raises(OSError, match=r"iteration_0000/agent_0"), broken:
         pass
 
 
 def test_history_without_checkpoints_says_what_to_add():
-    with pytest.raises(RuntimeError, match="ComparatorHistory"), HistoryComparator().session(make_team(), 1, None):
+    nowhere = HistoryComparator().session(make_team(), CollectionPhase(1))
+    with pytest.raises(RuntimeError, match="ComparatorHistory"), nowhere:
         pass
 
 
@@ -228,7 +231,7 @@ def test_history_without_checkpoints_says_what_to_add():
 def test_history_keeps_the_actors_dtype(dtype, tmp_path):
     team = perturb(make_team(dtype=dtype).load(), 1)
     team.save(tmp_path / "initial")
-    with HistoryComparator().session(team, 1, tmp_path) as speaker:
+    with HistoryComparator().session(team, CollectionPhase(1, tmp_path)) as speaker:
         assert {str(parameter.dtype) for parameter in speaker.parameters()} == {f"torch.{dtype}"}
         assert say(speaker) == say(team)
 
@@ -240,13 +243,13 @@ class Spied(HistoryComparator):
         super().__init__(k)
         self.spoke = {}
 
-    def session(self, team, round_number, history):
-        outer, inner = self, super().session(team, round_number, history)
+    def session(self, team, phase):
+        outer, inner = self, super().session(team, phase)
 
         class Session:
             def __enter__(self):
                 speaker = inner.__enter__()
-                outer.spoke[round_number] = [
+                outer.spoke[phase.round_number] = [
                     {
                         name: value.detach().clone()
                         for name, value in speaker.backbone(agent).named_parameters()
@@ -343,12 +346,12 @@ def test_one_model_for_all_roles_is_loaded_once(models):
     team = make_team().load()
     values, state = all_values(team), state_of(team)
     comparator = ModelComparator(models["llama"])
-    with comparator.session(team, 1, None) as speaker:
+    with comparator.session(team, CollectionPhase(1)) as speaker:
         assert say(speaker) == reference_words([models["llama"], models["llama"]]) != say(team)
         assert speaker.backbone(0) is speaker.backbone(1)
         assert not any(parameter.requires_grad for parameter in speaker.parameters())
         first = speaker
-    with comparator.session(team, 2, None) as speaker:
+    with comparator.session(team, CollectionPhase(2)) as speaker:
         assert speaker is first
     assert_untouched(team, values, state)
 
@@ -356,7 +359,7 @@ def test_one_model_for_all_roles_is_loaded_once(models):
 def test_one_model_per_role(models):
     team = make_team().load()
     names = [models["gpt2"], models["llama"]]
-    with ModelComparator(names).session(team, 1, None) as speaker:
+    with ModelComparator(names).session(team, CollectionPhase(1)) as speaker:
         assert say(speaker) == reference_words(names)
 
 
@@ -364,11 +367,11 @@ def test_one_model_per_role(models):
 def test_adapter_directories(models, listed):
     team = make_team().load()
     names = [str(models["adapters"] / f"agent_{agent}") for agent in range(2)]
-    with ModelComparator(names if listed else str(models["adapters"])).session(team, 1, None) as speaker:
+    with ModelComparator(names if listed else str(models["adapters"])).session(team, CollectionPhase(1)) as speaker:
         expected = perturb(make_team(lora=True).load(), 4, scale=0.3)
         assert say(speaker) == say(expected) != say(team)
         assert speaker.backbone(0) is speaker.backbone(1)
-    with ModelComparator(names[1]).session(team, 1, None) as speaker:
+    with ModelComparator(names[1]).session(team, CollectionPhase(1)) as speaker:
         assert say(speaker) == reference_words([names[1], names[1]])
 
 
@@ -376,14 +379,14 @@ def test_loaded_models_and_own_formatters(models):
     team = make_team(formatters="{prompt}").load()
     objects = [AutoModelForCausalLM.from_pretrained(models["llama"]) for _ in range(2)]
     comparator = ModelComparator(objects, tokenizers=team.tokenizer(0), formatters=["X {prompt}", "Y {prompt}"])
-    with comparator.session(team, 1, None) as speaker:
+    with comparator.session(team, CollectionPhase(1)) as speaker:
         sample = speaker.sample(ITEMS[:1], [0], num_candidates=1, sampling=SAMPLING, seed=0, stream="comparator")[0]
         assert sample.prompts == ["X a", "Y a"]
 
 
 def test_the_actors_formatters_are_taken_by_default(models):
     team = make_team(formatters=["one {prompt}", "two {prompt}"]).load()
-    with ModelComparator(models["llama"]).session(team, 1, None) as speaker:
+    with ModelComparator(models["llama"]).session(team, CollectionPhase(1)) as speaker:
         sample = speaker.sample(ITEMS[:1], [0], num_candidates=1, sampling=SAMPLING, seed=0, stream="comparator")[0]
         assert sample.prompts == ["one a", "two a"]
 

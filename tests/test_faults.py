@@ -27,6 +27,7 @@ from pbrl_lightning.agents.loading import tiny_tokenizer
 from pbrl_lightning.agents.prompts import ChatTemplate
 from pbrl_lightning.batches import PreferencePair
 from pbrl_lightning.callbacks import JointEvaluation
+from pbrl_lightning.comparators.base import CollectionPhase
 from pbrl_lightning.preferences.pair_tokens import PairLoader, collate_rows, trainable_pairs
 from pbrl_lightning.preferences.round_files import write_round_file
 from pbrl_lightning.rounds import RoundCallback
@@ -322,7 +323,7 @@ def test_fault_B51_exactly_the_adapters_are_trained_whoever_spoke_last(tmp_path)
     assert {id(p) for p in team.parameters() if p.requires_grad} == trained
     batch = collate_rows([[0, 5, 6]] * 2, [[7, 8], [9, 1]], 2)
     for comparator in (CurrentComparator(), HistoryComparator(1), HistoryComparator(2)):
-        with comparator.session(team, 2, tmp_path) as speaker:
+        with comparator.session(team, CollectionPhase(2, tmp_path)) as speaker:
             speaker.sample(ITEMS, [0, 1, 2], num_candidates=2, sampling=SAMPLING, seed=0, stream="comparator")
         team.frozen_copy()
         for last in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,3 +131,46 @@ def _tokenizer(settings: TeamSettings, agent: int, source: Any) -> PreTrainedTok
         listed = isinstance(settings.tokenizers, (list, tuple))
         return settings.tokenizers[agent] if listed else settings.tokenizers
     return load_tokenizer_of(source)
+
+
+def check_collaboration(collaboration: str, has_adapter: bool, models: Any, num_agents: int | None) -> None:
+    """Raises a ValueError if a team that speaks as one, or not, is given what it cannot use."""
+    problems = []
+    if collaboration not in ("decentralized", "centralized"):
+        problems.append(f"`collaboration` must be 'decentralized' or 'centralized', got {collaboration!r}")
+    if collaboration != "centralized" and has_adapter:
+        problems.append("`joint_adapter` is for `collaboration: centralized`")
+    if collaboration == "centralized":
+        if num_agents is None or num_agents < 1:
+            problems.append(f"`num_agents` must be the number of roles in a centralised team, got {num_agents}")
+        if isinstance(models, (list, tuple)) and len(models) != 1:
+            problems.append(f"`models` must be one model in a centralised team, got {len(models)}")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def count_agents(models: str | list[Any] | nn.Module, num_agents: int | None) -> int:
+    """How many agents a team has.
+
+    Raises:
+        ValueError: If the counts do not fit together.
+    """
+    if isinstance(models, (list, tuple)):
+        if not models:
+            raise ValueError("`models` must name at least one model, got an empty list")
+        if num_agents is not None and num_agents != len(models):
+            raise ValueError(f"`num_agents` is {num_agents}, but `models` lists {len(models)}")
+        return len(models)
+    if num_agents is None:
+        raise ValueError("`num_agents` must be given when `models` is a single name")
+    if num_agents < 1:
+        raise ValueError(f"`num_agents` must be >= 1, got {num_agents}")
+    return num_agents
+
+
+def deepcopy_detached(module: nn.Module) -> nn.Module:
+    """A deep copy without gradients; parameters right after a backward can be copied too."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    return deepcopy(module, memo)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from peft import PeftModel
 from torch import Tensor, nn
@@ -21,13 +20,21 @@ from pbrl_lightning.agents.adapters import (
     kept_precise,
     save_adapter,
 )
-from pbrl_lightning.agents.assembly import Agent, TeamSettings, assemble
+from pbrl_lightning.agents.assembly import (
+    Agent,
+    TeamSettings,
+    assemble,
+    check_collaboration,
+    count_agents,
+    deepcopy_detached,
+)
 from pbrl_lightning.agents.forward import ContextPair
 from pbrl_lightning.agents.loading import expand_sources, vocabulary_of, warn_once, write_directory
 from pbrl_lightning.agents.logprobs import ResponseLogps, response_logps
-from pbrl_lightning.agents.prompts import encode_prompt, render_prompt, resolve_formatters
+from pbrl_lightning.agents.prompts import Formatter, encode_prompt, render_prompt, resolve_formatters
+from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
 from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_responses
-from pbrl_lightning.batches import Response, TaskItem, TeamSample, TokenBatch
+from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample, TokenBatch
 from pbrl_lightning.randomness import Stream, counted_uniforms
 
 
@@ -55,6 +62,11 @@ class AgentTeam(nn.Module):
         gradient_checkpointing: Recompute activations in the backward: less memory, about a third more time.
         seed: Seed of new adapters.
         frozen: A team that nothing trains, such as a comparator: agents with the same source share one model.
+        collaboration: ``decentralized``: every agent has a policy of its own. ``centralized``: one policy writes the
+            responses of all ``num_agents`` roles in one text, which is what it learns from; roles are told apart only
+            for the task reward and in evaluation. The team then has one agent, and ``formatters`` are the roles'.
+        joint_adapter: How a centralised team is asked for all responses at once, and how they are taken apart; default
+            :class:`pbrl_lightning.agents.roles.TagAdapter`.
 
     Raises:
         ValueError: If counts do not fit together, one model object is given for two agents, or a formatter is wrong.
@@ -73,10 +85,17 @@ class AgentTeam(nn.Module):
         gradient_checkpointing: bool = False,
         seed: int = 0,
         frozen: bool = False,
+        collaboration: Literal["decentralized", "centralized"] = "decentralized",
+        joint_adapter: JointAdapter | None = None,
     ) -> None:
         super().__init__()
         models = expand_sources(models)
-        count = _count_agents(models, num_agents)
+        self.roles: JointRoles | None = None
+        check_collaboration(collaboration, joint_adapter is not None, models, num_agents)
+        if collaboration == "centralized" and num_agents is not None:
+            self.roles = JointRoles(resolve_formatters(formatters, num_agents), joint_adapter or TagAdapter())
+            formatters, num_agents = self.roles, 1
+        count = count_agents(models, num_agents)
         self.formatters = resolve_formatters(formatters, count)
         self.max_prompt_length = max_prompt_length
         self.gradient_checkpointing = gradient_checkpointing
@@ -93,8 +112,23 @@ class AgentTeam(nn.Module):
 
     @property
     def num_agents(self) -> int:
-        """Number of agents ``N``."""
+        """Number of policies ``N``; 1 in a centralised team."""
         return self._settings.num_agents
+
+    def role_view(
+        self, items: Sequence[TaskItem], prompts: list[list[str]], completions: list[list[str]]
+    ) -> tuple[list[list[str]], list[list[str]]]:
+        """Prompts and responses by role, as the task reward sees them: those of a centralised team taken apart.
+
+        Args:
+            items: ``B`` task items.
+            prompts: ``N`` lists of ``B`` prompts.
+            completions: ``N`` lists of ``B`` responses.
+
+        Returns:
+            As many lists as there are roles, of ``B`` prompts and of ``B`` responses.
+        """
+        return (prompts, completions) if self.roles is None else self.roles.view(items, completions[0], self.counts)
 
     def load(self) -> Self:
         """Loads models and tokenizers; does nothing the second time."""
@@ -173,14 +207,14 @@ class AgentTeam(nn.Module):
         named = dict(backbone.named_parameters()) if adapter is None else adapter_parameters(backbone, adapter)
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
-    def prompt(self, agent: int, item: TaskItem, item_index: int) -> str:
-        """The prompt text of a task item for one agent.
+    def prompt(self, agent: int, item: TaskItem, item_index: int, formatter: Formatter | None = None) -> str:
+        """The prompt text of a task item for one agent, by its own formatter or another one.
 
         Raises:
             ValueError: If the formatter fails; names the agent and the item.
         """
         try:
-            return render_prompt(self.formatters[agent], item, self.tokenizer(agent))
+            return render_prompt(formatter or self.formatters[agent], item, self.tokenizer(agent))
         except Exception as error:
             raise ValueError(f"the formatter of agent {agent} failed on task item {item_index}: {error}") from error
 
@@ -241,35 +275,42 @@ class AgentTeam(nn.Module):
         Returns:
             ``B`` team samples.
         """
+        options = {"num_candidates": num_candidates, "sampling": sampling, "seed": seed, "stream": stream, "step": step}
+        answers = [
+            self.answer(agent, self.formatters[agent], items, item_indices, **options)  # type: ignore[arg-type]
+            for agent in range(self.num_agents)
+        ]
+        return [TeamSample.of(index, said) for index, *said in zip(item_indices, *answers, strict=True)]
+
+    def answer(
+        self,
+        agent: int,
+        formatter: Formatter,
+        items: list[TaskItem],
+        item_indices: list[int],
+        *,
+        num_candidates: int,
+        sampling: SamplingConfig,
+        seed: int,
+        stream: Stream,
+        step: int = 0,
+    ) -> list[AgentAnswer]:
+        """What one agent says to prompts of this formatter; the other arguments are those of :meth:`sample`."""
         if sampling.temperature == 0 and num_candidates > 1:
             warn_once(self.counts, "greedy", "temperature 0 makes all candidates of an item the same")
-        prompts: list[list[str]] = []
-        ids: list[list[list[int]]] = []
-        responses: list[list[dict[int, Response]]] = []
-        for agent in range(self.num_agents):
-            texts = [self.prompt(agent, item, index) for item, index in zip(items, item_indices, strict=True)]
-            prompt_ids = [self.prompt_ids(agent, text, sampling.max_new_tokens) for text in texts]
-            uniforms = [
-                counted_uniforms(num_candidates, sampling.max_new_tokens, seed, stream, step, index, agent)
-                for index in item_indices
-            ]
-            try:
-                with self.active(agent):
-                    sampled = sample_responses(self.model(agent), prompt_ids, uniforms, sampling, self.eos_ids(agent))
-            except ValueError as error:
-                raise ValueError(f"agent {agent} cannot be sampled ({stream}, {step}): {error}") from error
-            responses.append([dict(enumerate(map(partial(self._response, agent), rows))) for rows in sampled])
-            prompts.append(texts)
-            ids.append(prompt_ids)
-        return [
-            TeamSample(
-                item_index=item_index,
-                prompts=[texts[row] for texts in prompts],
-                responses=[agent_responses[row] for agent_responses in responses],
-                prompt_ids=[prompt_ids[row] for prompt_ids in ids],
-            )
-            for row, item_index in enumerate(item_indices)
+        texts = [self.prompt(agent, item, index, formatter) for item, index in zip(items, item_indices, strict=True)]
+        prompt_ids = [self.prompt_ids(agent, text, sampling.max_new_tokens) for text in texts]
+        uniforms = [
+            counted_uniforms(num_candidates, sampling.max_new_tokens, seed, stream, step, index, agent)
+            for index in item_indices
         ]
+        try:
+            with self.active(agent):
+                sampled = sample_responses(self.model(agent), prompt_ids, uniforms, sampling, self.eos_ids(agent))
+        except ValueError as error:
+            raise ValueError(f"agent {agent} cannot be sampled ({stream}, {step}): {error}") from error
+        responses = [dict(enumerate(map(partial(self._response, agent), rows))) for rows in sampled]
+        return list(map(AgentAnswer, texts, responses, prompt_ids))
 
     def _response(self, agent: int, row: SampledIds) -> Response:
         text = str(self.tokenizer(agent).decode(row.token_ids, skip_special_tokens=True))
@@ -325,7 +366,7 @@ class AgentTeam(nn.Module):
         self.load()
         copy = AgentTeam.__new__(AgentTeam)
         nn.Module.__init__(copy)
-        for name in ("formatters", "max_prompt_length", "gradient_checkpointing", "_settings", "_agents"):
+        for name in ("formatters", "roles", "max_prompt_length", "gradient_checkpointing", "_settings", "_agents"):
             setattr(copy, name, getattr(self, name))
         copy.counts, copy.attached = {}, {}
         copy.backbones = nn.ModuleList(deepcopy_detached(backbone) for backbone in self.backbones)
@@ -350,25 +391,3 @@ class AgentTeam(nn.Module):
                         f"agents {owner[id(parameter)]} and {agent} share trainable weights; give them `lora` "
                         "(one adapter each on a frozen backbone) or separate copies"
                     )
-
-
-def deepcopy_detached(module: nn.Module) -> nn.Module:
-    """A deep copy without gradients; parameters right after a backward can be copied too."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-    return deepcopy(module, memo)
-
-
-def _count_agents(models: str | list[Any] | nn.Module, num_agents: int | None) -> int:
-    if isinstance(models, (list, tuple)):
-        if not models:
-            raise ValueError("`models` must name at least one model, got an empty list")
-        if num_agents is not None and num_agents != len(models):
-            raise ValueError(f"`num_agents` is {num_agents}, but `models` lists {len(models)}")
-        return len(models)
-    if num_agents is None:
-        raise ValueError("`num_agents` must be given when `models` is a single name")
-    if num_agents < 1:
-        raise ValueError(f"`num_agents` must be >= 1, got {num_agents}")
-    return num_agents

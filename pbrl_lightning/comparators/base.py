@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TaskItem, TeamSample
+from pbrl_lightning.comparators.centralized import JointSpeaker
+from pbrl_lightning.preferences.journal import CollectionJournal
 from pbrl_lightning.randomness import Stream
 
 
@@ -31,35 +36,94 @@ class Speaker(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class CollectionPhase:
+    """The collection that a comparator speaks in.
+
+    Attributes:
+        round_number: 1-based.
+        history: Where the policy checkpoints lie, if they are kept.
+        journal: Where a speaker that is paid for its answers keeps them as they arrive.
+        progress: Called with the number of items done since the last call.
+    """
+
+    round_number: int
+    history: Path | None = None
+    journal: CollectionJournal = field(default_factory=lambda: CollectionJournal(None))
+    progress: Callable[[int], None] = lambda _: None
+
+
+@dataclass(frozen=True)
+class CentralizedGeneration:
+    """One model of the comparator writes the responses of all roles in one text.
+
+    Attributes:
+        agent_index: Which of the comparator's agents writes.
+        adapter: How it is asked, and how its text is taken apart; default :class:`TagAdapter`.
+    """
+
+    agent_index: int = 0
+    adapter: JointAdapter | None = None
+
+
 class Comparator(ABC):
     """Gives the other side of each comparison; subclass it for your own.
 
     Args:
         num_candidates: Responses per role and item; None takes the actors' number. Only candidate indices that both
             sides have are compared.
+        centralized: One model writes all roles' responses; None lets every role speak for itself.
     """
 
-    def __init__(self, num_candidates: int | None = None) -> None:
+    is_remote = False
+    """True if its speaker takes all items in one call, reports progress itself and journals answers as they arrive."""
+
+    def __init__(self, num_candidates: int | None = None, *, centralized: CentralizedGeneration | None = None) -> None:
         if num_candidates is not None and num_candidates < 1:
             raise ValueError(f"the comparator's `num_candidates` must be >= 1 or null, got {num_candidates}")
         self.num_candidates = num_candidates
+        self.centralized = centralized
 
     @abstractmethod
-    def session(self, team: AgentTeam, round_number: int, history: Path | None) -> AbstractContextManager[Speaker]:
+    def session(self, team: AgentTeam, phase: CollectionPhase) -> AbstractContextManager[Speaker]:
         """Opens one collection phase.
 
         Args:
             team: The actors, with their current weights.
-            round_number: 1-based.
-            history: Where the policy checkpoints lie, if they are kept.
+            phase: Which collection it is.
 
         Returns:
             A context that gives who speaks; what was loaded for it is freed at its end.
         """
 
-    def check(self, num_agents: int) -> None:
-        """Raises a ValueError if this comparator cannot answer for a team of so many agents; loads nothing."""
-        del num_agents
+    @contextmanager
+    def open(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
+        """A session whose speaker answers as the team does: role by role, or for a centralised team jointly."""
+        with self.session(team, phase) as speaker:
+            if team.roles is not None:
+                yield JointSpeaker(speaker, 0, team.roles, team.counts, split=False)
+            elif self.centralized is not None:
+                formatters = getattr(speaker, "formatters", team.formatters)
+                roles = JointRoles(formatters, self.centralized.adapter or TagAdapter())
+                yield JointSpeaker(speaker, self.centralized.agent_index, roles, team.counts, split=True)
+            else:
+                yield speaker
+
+    def check(self, team: AgentTeam) -> None:
+        """Finds what is wrong with the options for this team; loads nothing.
+
+        Raises:
+            ValueError: If it cannot answer for the team.
+        """
+        if self.centralized is None:
+            return
+        if team.roles is not None:
+            raise ValueError("`centralized` must be left out: the comparator of a centralised team is centralised")
+        if not 0 <= self.centralized.agent_index < team.num_agents:
+            raise ValueError(
+                f"`centralized.agent_index` must be from 0 to {team.num_agents - 1} in a team of {team.num_agents}, "
+                f"got {self.centralized.agent_index}"
+            )
 
     @property
     def needs_history(self) -> int | None:

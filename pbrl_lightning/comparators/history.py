@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from typing_extensions import override
 
 from pbrl_lightning.agents.adapters import adapter_values, read_adapter
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.comparators.base import Comparator, Speaker
+from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
 from pbrl_lightning.comparators.local import checked_devices, frozen_team
 
 
@@ -35,10 +34,18 @@ class HistoryComparator(Comparator):
         k: How many rounds back, at least 1.
         devices: Where the old policies go; None for the actors' device.
         num_candidates: See :class:`Comparator`.
+        centralized: See :class:`Comparator`.
     """
 
-    def __init__(self, k: int = 1, *, devices: list[str] | None = None, num_candidates: int | None = None) -> None:
-        super().__init__(num_candidates)
+    def __init__(
+        self,
+        k: int = 1,
+        *,
+        devices: list[str] | None = None,
+        num_candidates: int | None = None,
+        centralized: CentralizedGeneration | None = None,
+    ) -> None:
+        super().__init__(num_candidates, centralized=centralized)
         if k < 1:
             raise ValueError(f"`k` must be >= 1 (rounds back), got {k}")
         self.k = k
@@ -51,14 +58,16 @@ class HistoryComparator(Comparator):
 
     @override
     @contextmanager
-    def session(self, team: AgentTeam, round_number: int, history: Path | None) -> Iterator[Speaker]:
-        if history is None:
+    def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
+        if phase.history is None:
             raise RuntimeError("a HistoryComparator needs policy checkpoints: add the ComparatorHistory callback")
-        directory = history / history_name(round_number - self.k)
+        directory = phase.history / history_name(phase.round_number - self.k)
         agents = [directory / f"agent_{agent}" for agent in range(team.num_agents)]
         for path in agents:
             if not path.is_dir():
-                raise FileNotFoundError(f"the policy checkpoint {str(path)!r} for round {round_number} is missing")
+                raise FileNotFoundError(
+                    f"the policy checkpoint {str(path)!r} for round {phase.round_number} is missing"
+                )
         if self.devices is None and all(team.adapter(agent) for agent in range(team.num_agents)):
             with ExitStack() as stack:
                 for agent, path in enumerate(agents):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.comparators.base import Comparator, Speaker
+from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
 
 
 class CurrentComparator(Comparator):
@@ -19,8 +18,8 @@ class CurrentComparator(Comparator):
 
     @override
     @contextmanager
-    def session(self, team: AgentTeam, round_number: int, history: Path | None) -> Iterator[Speaker]:
-        del round_number, history
+    def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
+        del phase
         yield team
 
 
@@ -31,16 +30,23 @@ class CurrentCopyComparator(Comparator):
         devices: Where the copies go, such as ``["cuda:1"]``; agent ``i`` to ``devices[i % len(devices)]``. No copy is
             made when they are where the actors are.
         num_candidates: See :class:`Comparator`.
+        centralized: See :class:`Comparator`.
     """
 
-    def __init__(self, devices: list[str], num_candidates: int | None = None) -> None:
-        super().__init__(num_candidates)
+    def __init__(
+        self,
+        devices: list[str],
+        num_candidates: int | None = None,
+        *,
+        centralized: CentralizedGeneration | None = None,
+    ) -> None:
+        super().__init__(num_candidates, centralized=centralized)
         self.devices = checked_devices(devices)
 
     @override
     @contextmanager
-    def session(self, team: AgentTeam, round_number: int, history: Path | None) -> Iterator[Speaker]:
-        del round_number, history
+    def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
+        del phase
         here = {parameter.device for parameter in team.load().parameters()}
         # An empty tensor says which device a name such as "cuda" or "cpu:0" means.
         if here == {torch.empty(0, device=device).device for device in self.devices}:
@@ -60,6 +66,7 @@ class ModelComparator(Comparator):
         dtype: Weights of loaded models.
         devices: Where they go; None for the actors' device.
         num_candidates: See :class:`Comparator`.
+        centralized: See :class:`Comparator`.
     """
 
     def __init__(
@@ -71,8 +78,9 @@ class ModelComparator(Comparator):
         dtype: str = "float32",
         devices: list[str] | None = None,
         num_candidates: int | None = None,
+        centralized: CentralizedGeneration | None = None,
     ) -> None:
-        super().__init__(num_candidates)
+        super().__init__(num_candidates, centralized=centralized)
         self.models = models
         self.tokenizers = tokenizers
         self.formatters = formatters
@@ -81,18 +89,19 @@ class ModelComparator(Comparator):
         self._team: AgentTeam | None = None
 
     @override
-    def check(self, num_agents: int) -> None:
-        if isinstance(self.models, list) and len(self.models) != num_agents:
+    def check(self, team: AgentTeam) -> None:
+        super().check(team)
+        if isinstance(self.models, list) and len(self.models) != team.num_agents:
             raise ValueError(
-                f"the comparator's `models` must be one for all roles or {num_agents}, got {len(self.models)}"
+                f"the comparator's `models` must be one for all roles or {team.num_agents}, got {len(self.models)}"
             )
 
     @override
     @contextmanager
-    def session(self, team: AgentTeam, round_number: int, history: Path | None) -> Iterator[Speaker]:
-        del round_number, history
+    def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
+        del phase
         if self._team is None:
-            self.check(team.num_agents)
+            self.check(team)
             self._team = frozen_team(
                 team,
                 self.models,

@@ -21,6 +21,7 @@ from pbrl_lightning.agents.adapters import (
     kept_precise,
     merge_adapter,
 )
+from pbrl_lightning.agents.assembly import deepcopy_detached
 from pbrl_lightning.agents.forward import ContextPair, accepts, checkpointed_layers
 from pbrl_lightning.agents.loading import (
     context_length_of,
@@ -31,7 +32,7 @@ from pbrl_lightning.agents.loading import (
     write_directory,
 )
 from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_prompt, without_end, without_starts
-from pbrl_lightning.agents.team import AgentTeam, deepcopy_detached
+from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.classifier import classifier_around, load_classifier, score_head
 from pbrl_lightning.models.head import ScalarHead, head_dtype

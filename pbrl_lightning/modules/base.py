@@ -310,9 +310,11 @@ class TeamModule(LearnerModule):
 
     @override
     def wanted_callbacks(self) -> list[L.Callback]:
-        from pbrl_lightning.callbacks import CollectionProgress, ComparatorHistory, JointEvaluation
+        from pbrl_lightning.callbacks import CollectionProgress, ComparatorHistory, JointEvaluation, RoundCheckpoint
 
         wanted: list[L.Callback] = [JointEvaluation(), CollectionProgress(), *super().wanted_callbacks()]
+        if self.trainer.checkpoint_callbacks and self.collects_pairs:
+            wanted.append(RoundCheckpoint())
         comparator = getattr(self.trainer.datamodule, "comparator", None)  # type: ignore[attr-defined]
         if comparator is not None and comparator.needs_history is not None:
             wanted.insert(0, ComparatorHistory())

@@ -29,7 +29,8 @@ class MADPOModule(TeamModule):
         dpo_beta: Inverse temperature, above 0.
         num_iterations: Rounds of an iterative run; default 6.
         num_train_epochs: Passes over a round's pairs; default 20, in an iterative run 1.
-        score_last_token: False leaves the last token of each response out of its log-probability.
+        score_last_token: False leaves the last token of each response out of its log-probability; a centralised team's
+            joint response is always scored whole.
         learning_rate: Of every agent; default 5e-6, for adapters 1e-4.
         weight_decay: AdamW's.
         lr_scheduler: Optimizer to learning-rate schedule, stepped after every update.
@@ -71,9 +72,8 @@ class MADPOModule(TeamModule):
     @override
     def step(self, batch: PairBatch, where: str) -> tuple[Tensor, Metrics]:
         # 1. Summed log-probabilities of winners and losers, one forward per agent: (N, 2B).
-        logps = torch.stack(
-            [self.team.response_logps(agent, rows, self.score_last_token) for agent, rows in enumerate(batch.agents)]
-        )
+        last = self.score_last_token or self.team.roles is not None
+        logps = torch.stack([self.team.response_logps(agent, rows, last) for agent, rows in enumerate(batch.agents)])
         winner_logps, loser_logps = logps.chunk(2, dim=1)
         # 2. The loss of each pair from the margin of the whole team.
         losses = madpo_losses(winner_logps, loser_logps, self.dpo_beta)

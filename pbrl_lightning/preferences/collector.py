@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from pbrl_lightning.agents.loading import warn_once
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PairTokens, PreferencePair, TaskItem, TeamSample
-from pbrl_lightning.comparators.base import Comparator, Speaker
-from pbrl_lightning.preferences.oracle import Oracle, Score
+from pbrl_lightning.comparators.base import CollectionPhase, Comparator, Speaker
+from pbrl_lightning.preferences.journal import CollectionJournal, sample_from_json, sample_to_json
+from pbrl_lightning.preferences.oracle import Oracle
+from pbrl_lightning.preferences.scoring import JudgeScorer, OracleScorer, PreferenceJudge, Scorer, Scores, Side
 from pbrl_lightning.preferences.selection import PairSelection, base_pairs, comparator_pairs
-from pbrl_lightning.randomness import Stream, counted_generator
+from pbrl_lightning.randomness import counted_generator
 
 
 @dataclass
@@ -25,6 +29,7 @@ class Collection:
         actor_rewards: Scores of the current agents' joint responses.
         comparator_rewards: Scores of the comparator's; empty in base runs.
         num_responses: Joint responses sampled, both sides.
+        num_comparator_responses: Those of the comparator.
         num_tokens: Their tokens.
     """
 
@@ -32,6 +37,7 @@ class Collection:
     actor_rewards: list[float] = field(default_factory=list)
     comparator_rewards: list[float] = field(default_factory=list)
     num_responses: int = 0
+    num_comparator_responses: int = 0
     num_tokens: int = 0
 
     def extend(self, other: Collection) -> None:
@@ -40,6 +46,7 @@ class Collection:
         self.actor_rewards += other.actor_rewards
         self.comparator_rewards += other.comparator_rewards
         self.num_responses += other.num_responses
+        self.num_comparator_responses += other.num_comparator_responses
         self.num_tokens += other.num_tokens
 
 
@@ -48,22 +55,26 @@ class Collector:
     """Turns task items into preference pairs.
 
     Attributes:
-        oracle: Scores joint responses.
+        oracle: Scores joint responses; may be None with a judge.
         sampling: How the current agents and local comparators sample.
         num_candidates: Joint responses of the current agents per item.
         selection: Which comparisons are kept first.
         pairs_per_sample: Most pairs kept per item; None keeps all.
         seed: The run's seed.
         comparator: Who gives the other side; None compares the agents' own candidates (a base run).
+        judge: Decides comparisons in the oracle's place.
+        max_concurrency: Most comparisons of the judge at once.
     """
 
-    oracle: Oracle
+    oracle: Oracle | None
     sampling: SamplingConfig
     num_candidates: int
     selection: PairSelection
     pairs_per_sample: int | None
     seed: int
     comparator: Comparator | None = None
+    judge: PreferenceJudge | None = None
+    max_concurrency: int = 8
 
     def collect(
         self,
@@ -74,6 +85,7 @@ class Collector:
         *,
         history: Path | None = None,
         progress: Callable[[int], None] | None = None,
+        journal: CollectionJournal | None = None,
     ) -> list[Collection]:
         """Collects the pairs of one round.
 
@@ -84,24 +96,39 @@ class Collector:
             round_number: 1-based.
             history: Directory of policy checkpoints.
             progress: Called with the number of items done since the last call.
+            journal: Where everything is kept as it arrives; what it holds already is not asked for again.
 
         Returns:
             What each item gave.
         """
-        actors = self._sample(
-            team, items, item_indices, round_number, "actors", self.num_candidates, progress or _ignore
-        )
-        others: Sequence[TeamSample | None] = [None] * len(items)
-        if self.comparator is not None:
-            count = self.comparator.num_candidates or self.num_candidates
-            with self.comparator.session(team, round_number, history) as speaker:
-                others = self._sample(
-                    speaker, items, item_indices, round_number, "comparator", count, progress or _ignore
+        journal = journal if journal is not None else CollectionJournal(None)
+        phase = CollectionPhase(round_number, history, journal, progress or _ignore)
+        actors = self._sample(team, "actors", items, item_indices, phase, self.num_candidates)
+        scorer = self._scorer(team, journal)
+        if self.comparator is None:
+            rows = zip(items, actors, scorer.among(items, actors), strict=True)
+            return [self._base(sample, scores, round_number) for _, sample, scores in rows]
+        count = self.comparator.num_candidates or self.num_candidates
+        with self.comparator.open(team, phase) as speaker:
+            others = self._sample(speaker, "comparator", items, item_indices, phase, count)
+        for sample in others:
+            if not sample.joint_indices:
+                warn_once(
+                    team.counts,
+                    "items_without_comparator",
+                    f"the comparator has no response to task item {sample.item_index}, which gives no pairs; further "
+                    "ones are counted as `items_without_comparator`",
                 )
         return [
-            self._base(item, actor, round_number) if other is None else self._against(item, actor, other, round_number)
-            for item, actor, other in zip(items, actors, others, strict=True)
+            self._against(actor, other, *scores, round_number)
+            for actor, other, scores in zip(actors, others, scorer.between(items, actors, others), strict=True)
         ]
+
+    def _scorer(self, team: AgentTeam, journal: CollectionJournal) -> Scorer:
+        if self.judge is not None:
+            return JudgeScorer(self.judge, journal, team.role_view, team.counts, self.max_concurrency)
+        assert self.oracle is not None  # one of the two is given
+        return OracleScorer(self.oracle, journal)
 
     def sampling_passes(self) -> int:
         """How often every item is sampled in a round: once, or twice with a comparator."""
@@ -110,46 +137,39 @@ class Collector:
     def _sample(
         self,
         speaker: Speaker,
+        side: Side,
         items: list[TaskItem],
         item_indices: list[int],
-        round_number: int,
-        stream: Stream,
+        phase: CollectionPhase,
         num_candidates: int,
-        progress: Callable[[int], None],
     ) -> list[TeamSample]:
-        samples: list[TeamSample] = []
+        options: dict[str, Any] = {
+            "num_candidates": num_candidates,
+            "sampling": self.sampling,
+            "seed": self.seed,
+            "stream": side,
+            "step": phase.round_number,
+        }
+        if side == "comparator" and self.comparator is not None and self.comparator.is_remote:
+            return speaker.sample(items, item_indices, **options)
+        journal, samples = phase.journal, dict[int, TeamSample]()
+        for index in item_indices:
+            if (key := ("sample", side, index)) in journal:
+                samples[index] = sample_from_json(index, journal.take(key))
+        missing = [row for row, index in enumerate(item_indices) if index not in samples]
+        phase.progress(len(samples))
         # A few full batches at a time: often enough for a progress bar, and no sample depends on the cut.
         rows = 4 * self.sampling.token_budget // (self.sampling.max_new_tokens + 64)
-        chunk = max(1, rows // num_candidates)
-        for start in range(0, len(items), chunk):
-            samples += speaker.sample(
-                items[start : start + chunk],
-                item_indices[start : start + chunk],
-                num_candidates=num_candidates,
-                sampling=self.sampling,
-                seed=self.seed,
-                stream=stream,
-                step=round_number,
-            )
-            progress(len(items[start : start + chunk]))
-        return samples
+        size = max(1, rows // num_candidates)
+        for start in range(0, len(missing), size):
+            chunk = missing[start : start + size]
+            said = speaker.sample([items[row] for row in chunk], [item_indices[row] for row in chunk], **options)
+            samples.update({sample.item_index: sample for sample in said})
+            journal.write((("sample", side, sample.item_index), sample_to_json(sample)) for sample in said)
+            phase.progress(len(chunk))
+        return [samples[index] for index in item_indices]
 
-    def _score(self, item: TaskItem, sample: TeamSample, indices: list[int]) -> dict[int, Score]:
-        """Scores of the joint responses with these candidate indices; what has no score is left out."""
-        if not indices:
-            return {}
-        count = len(indices)
-        joint = [sample.completions(index) for index in indices]
-        scores = self.oracle.score(
-            [item] * count,
-            [sample.item_index] * count,
-            [[prompt] * count for prompt in sample.prompts],
-            [list(texts) for texts in zip(*joint, strict=True)],
-        )
-        return {index: score for index, score in zip(indices, scores, strict=True) if score is not None}
-
-    def _base(self, item: TaskItem, sample: TeamSample, round_number: int) -> Collection:
-        scores = self._score(item, sample, sample.joint_indices)
+    def _base(self, sample: TeamSample, scores: Scores, round_number: int) -> Collection:
         values = {index: score.value for index, score in scores.items()}
         generator = counted_generator(self.seed, "selection", round_number, sample.item_index)
         kept = base_pairs(values, self.selection, self.pairs_per_sample, generator)
@@ -166,12 +186,17 @@ class Collector:
             )
             for pair in kept
         ]
-        return Collection(pairs, list(values.values()), [], len(sample.joint_indices), _count_tokens(sample))
+        return Collection(pairs, list(values.values()), [], len(sample.joint_indices), 0, _count_tokens(sample))
 
-    def _against(self, item: TaskItem, actor: TeamSample, other: TeamSample, round_number: int) -> Collection:
-        shared = sorted(set(actor.joint_indices) & set(other.joint_indices))
-        actor_scores, other_scores = self._score(item, actor, shared), self._score(item, other, shared)
-        compared = [index for index in shared if index in actor_scores and index in other_scores]
+    def _against(
+        self,
+        actor: TeamSample,
+        other: TeamSample,
+        actor_scores: Scores,
+        other_scores: Scores,
+        round_number: int,
+    ) -> Collection:
+        compared = sorted(actor_scores.keys() & other_scores.keys())
         actor_values = {index: actor_scores[index].value for index in compared}
         other_values = {index: other_scores[index].value for index in compared}
         generator = counted_generator(self.seed, "selection", round_number, actor.item_index)
@@ -197,9 +222,9 @@ class Collector:
             )
         actor_rewards = [score.value for score in actor_scores.values()]
         other_rewards = [score.value for score in other_scores.values()]
-        num_responses = len(actor.joint_indices) + len(other.joint_indices)
+        said = len(other.joint_indices)
         num_tokens = _count_tokens(actor) + _count_tokens(other)
-        return Collection(pairs, actor_rewards, other_rewards, num_responses, num_tokens)
+        return Collection(pairs, actor_rewards, other_rewards, len(actor.joint_indices) + said, said, num_tokens)
 
 
 def _ignore(_items: int) -> None:

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from pbrl_lightning.batches import TaskItem
-from pbrl_lightning.concurrency import run_to_end
+from pbrl_lightning.batches import RoleView, TaskItem
+from pbrl_lightning.concurrency import all_of, opened, run_to_end
 from pbrl_lightning.importing import resolve_callable
 
 __all__ = ["Oracle", "OracleError", "Score", "resolve_callable"]
@@ -49,8 +49,8 @@ class Oracle:
 
     The function is called as ``reward_func(*completions, prompts=..., batch_items=...)``, each keyword only if its
     signature has it. It returns one number per joint response; None, NaN and infinite ones drop that response.
-    An async function is awaited once per joint response, on a new event loop per ``score`` call: a client that it
-    keeps between calls must not be bound to a loop.
+    An async function is awaited once per joint response, on a new event loop per call of the oracle; if it is an async
+    context manager, it is entered for that time (a judge keeps its connections open).
 
     Args:
         reward_func: Function, callable object, async function, or an import path (`resolve_callable`).
@@ -59,6 +59,8 @@ class Oracle:
 
     Attributes:
         num_dropped: Joint responses without a score so far.
+        view: How joint responses are shown to the function: by role, where one model speaks for all. Set by the data
+            module for the task reward.
 
     Raises:
         TypeError: If ``reward_func`` or ``reward_processor`` cannot be called.
@@ -85,8 +87,9 @@ class Oracle:
             raise ValueError(f"`max_concurrency` must be an integer >= 1, got {max_concurrency!r}")
         self.max_concurrency = max_concurrency
         self.num_dropped = 0
+        self.view: RoleView | None = None
         self._keywords = accepted_keywords(self.reward_func, ("prompts", "batch_items"))
-        self._is_async = _is_async(self.reward_func)
+        self.is_async = _is_async(self.reward_func)
 
     @property
     def reward_name(self) -> str:
@@ -115,6 +118,33 @@ class Oracle:
             ValueError: If the lists are not aligned.
             OracleError: If the function or the processor raises or returns anything but ``B`` numbers.
         """
+        raw = self.raw_scores(items, item_indices, prompts, completions)
+        return [self.processed(value, index) for value, index in zip(raw, item_indices, strict=True)]
+
+    def raw_scores(
+        self,
+        items: list[TaskItem],
+        item_indices: list[int],
+        prompts: list[list[str]],
+        completions: list[list[str]],
+        arrived: Callable[[dict[int, float | None]], None] | None = None,
+    ) -> list[float | None]:
+        """What the function says, checked but before the processor; see :meth:`score`.
+
+        Args:
+            items: As in :meth:`score`.
+            item_indices: As in :meth:`score`.
+            prompts: As in :meth:`score`.
+            completions: As in :meth:`score`.
+            arrived: Called with the row and number of every response as soon as they are known.
+
+        Returns:
+            ``B`` numbers, which may be NaN or infinite, or None.
+
+        Raises:
+            ValueError: If the lists are not aligned.
+            OracleError: If the function raises or returns anything but ``B`` numbers.
+        """
         size = len(items)
         for name, columns in (("item_indices", [item_indices]), ("prompts", prompts), ("completions", completions)):
             if any(len(column) != size for column in columns):
@@ -122,15 +152,18 @@ class Oracle:
                 raise ValueError(f"`{name}` must have {size} entries, one per task item, got {lengths}")
         if size == 0:
             return []
-        if self._is_async:
-            raw = run_to_end(lambda: self._score_concurrently(items, item_indices, prompts, completions))
-        else:
-            try:
-                returned = self.reward_func(*map(list, completions), **self._extras(items, prompts))
-            except Exception as error:
-                raise self._failure(error, item_indices) from error
-            raw = self._check(returned, item_indices)
-        return [self._finish(value, index) for value, index in zip(raw, item_indices, strict=True)]
+        if self.view is not None:
+            prompts, completions = self.view(items, prompts, completions)
+        arrived = arrived or _ignore
+        if self.is_async:
+            return run_to_end(lambda: self._score_concurrently(items, item_indices, prompts, completions, arrived))
+        try:
+            returned = self.reward_func(*map(list, completions), **self._extras(items, prompts))
+        except Exception as error:
+            raise self._failure(error, item_indices) from error
+        raw = self._check(returned, item_indices)
+        arrived(dict(enumerate(raw)))
+        return raw
 
     async def _score_concurrently(
         self,
@@ -138,6 +171,7 @@ class Oracle:
         item_indices: list[int],
         prompts: list[list[str]],
         completions: list[list[str]],
+        arrived: Callable[[dict[int, float | None]], None],
     ) -> list[float | None]:
         limit = asyncio.Semaphore(self.max_concurrency)
 
@@ -149,10 +183,12 @@ class Oracle:
                     returned = await self.reward_func(*arguments, **extras)
                 except Exception as error:
                     raise self._failure(error, [item_indices[row]]) from error
-            return self._check(returned, [item_indices[row]])[0]
+            raw = self._check(returned, [item_indices[row]])[0]
+            arrived({row: raw})
+            return raw
 
-        # The first failure leaves `asyncio.run`, which cancels the calls still in flight.
-        return list(await asyncio.gather(*(one(row) for row in range(len(items)))))
+        async with opened(self.reward_func):
+            return await all_of(one(row) for row in range(len(items)))
 
     def _extras(self, items: list[TaskItem], prompts: list[list[str]]) -> dict[str, Any]:
         """The keyword arguments that the reward function asks for."""
@@ -182,8 +218,8 @@ class Oracle:
                 raise OracleError(f"{expected}, got an element that is {error} for {_where([index])}") from error
         return checked
 
-    def _finish(self, raw: float | None, item_index: int) -> Score | None:
-        """Apply the processor to one raw score; count and announce it where there is none."""
+    def processed(self, raw: float | None, item_index: int) -> Score | None:
+        """A raw score and what the processor makes of it; None, counted and announced, where there is none."""
         if raw is None or not math.isfinite(raw):
             self._drop(raw, self.reward_func, item_index)
             return None
@@ -213,6 +249,10 @@ class Oracle:
                 "score is dropped, not scored 0. Later ones are only counted (`num_dropped`).",
                 stacklevel=4,
             )
+
+
+def _ignore(_: dict[int, float | None]) -> None:
+    """Scores that nobody waits for."""
 
 
 def _callable_argument(name: str, given: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -103,8 +103,15 @@ class ApiClient:
         size = self.endpoint.max_n or max(1, len(indices))
         parts = [list(indices[start : start + size]) for start in range(0, len(indices), size)]
         found: dict[int, str] = {}
+        failures: list[ApiUnavailableError] = []
 
         async def one(missing: list[int]) -> None:
+            try:
+                await fill(missing)
+            except ApiUnavailableError as error:
+                failures.append(error)  # the other requests are paid for, and go on
+
+        async def fill(missing: list[int]) -> None:
             empty = 0
             while missing and empty < _EMPTY_ANSWERS:
                 texts = (await self.ask(request, len(missing)))[: len(missing)]
@@ -116,6 +123,8 @@ class ApiClient:
                     arrived(answers)
 
         await all_of(one(part) for part in parts)
+        if failures:
+            raise failures[0]
         return found
 
     async def ask(self, request: ApiRequest, num_candidates: int | None = None) -> list[str | None]:
@@ -158,13 +167,9 @@ class ApiClient:
                 pause,
             )
 
-        def hopeless(_: tenacity.RetryCallState) -> bool:
-            named = last.retry_after if last is not None else None
-            return named is not None and time.monotonic() - started + named > endpoint.deadline
-
         attempts = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(_FailedAttemptError),
-            stop=tenacity.stop_any(tenacity.stop_after_attempt(endpoint.max_attempts), hopeless),
+            stop=tenacity.stop_after_attempt(endpoint.max_attempts),
             wait=wait,
             before_sleep=announce,
             reraise=True,
@@ -179,10 +184,11 @@ class ApiClient:
                             return read_answer(endpoint, await self._post(body))
                         except (UnreadableAnswerError, ErrorAnswerError) as error:
                             last = self._failed_answer(error)
-                            raise last from None
                         except _FailedAttemptError as error:
                             last = error
-                            raise
+                        if time.monotonic() - started + (last.retry_after or 0.0) > endpoint.deadline:
+                            raise TimeoutError
+                        raise last from None
         except (TimeoutError, _FailedAttemptError):
             pass
         seconds = time.monotonic() - started
@@ -198,10 +204,12 @@ class ApiClient:
     async def _post(self, body: dict[str, Any]) -> Any:
         """The JSON of one answer."""
         endpoint = self.endpoint
+        headers = {"content-type": "application/json"} | endpoint.request_headers()
+        content = json.dumps(body, allow_nan=False)  # ASCII: a lone surrogate of a text can be sent
         try:
             async with (
                 asyncio.timeout(endpoint.timeout),
-                self._http.stream("POST", endpoint.url, json=body, headers=endpoint.request_headers()) as response,
+                self._http.stream("POST", endpoint.url, content=content, headers=headers) as response,
             ):
                 status, headers = response.status_code, dict(response.headers)
                 data = await self._read(response)

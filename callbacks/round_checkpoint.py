@@ -1,0 +1,46 @@
+"""A checkpoint right after each collection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from typing_extensions import override
+
+from pbrl_lightning.rounds import RoundCallback
+
+
+class RoundCheckpoint(RoundCallback):
+    """Saves a checkpoint when a round's pairs are ready for training, so that no collection is ever paid for twice.
+
+    It is written beside the run's other checkpoints, as ``round_0001.ckpt``; the one of the round before is removed
+    when it is there. The journal of the collection is dropped then. Added by itself to runs that save checkpoints.
+    """
+
+    def __init__(self) -> None:
+        self._last: str | None = None
+
+    @override
+    def on_round_prepared(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
+        directories = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+        directory = next((directory for directory in directories if directory), None)
+        if directory is None or trainer.fast_dev_run or not trainer.datamodule.rounds:  # type: ignore[attr-defined]
+            return
+        path = Path(directory) / f"round_{round_number:04d}.ckpt"
+        before, self._last = self._last, str(path)
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            if not path.exists():  # Lightning says nothing where it may not write
+                raise OSError(f"the checkpoint {path} could not be written")
+            if before is not None and before != self._last:
+                Path(before).unlink(missing_ok=True)
+        trainer.datamodule.drop_journals()  # type: ignore[attr-defined]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self._last}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._last = state_dict["last"]

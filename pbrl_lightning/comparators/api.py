@@ -1,0 +1,207 @@
+"""The comparator behind a remote endpoint (SPEC S6)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from pbrl_lightning.agents.loading import warn_once
+from pbrl_lightning.agents.prompts import Formatter, plain_text, resolve_formatters
+from pbrl_lightning.agents.sampling import SamplingConfig
+from pbrl_lightning.agents.team import AgentTeam
+from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample
+from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
+from pbrl_lightning.concurrency import all_of, run_to_end
+from pbrl_lightning.remote import ApiClient, ApiEndpoint, ApiRequest, ApiUnavailableError
+
+
+class ApiComparator(Comparator):
+    """A remote model: one request per role and item, or one for all roles with ``centralized``.
+
+    Candidates that do not come (a refusal, a null content, a request without a usable answer) are left out and counted;
+    a round without any is an error. Every answer is kept in the round's journal as it arrives, so that a run that is
+    started again asks only for what is missing. How the sampling options reach the endpoint depends on its format.
+
+    Args:
+        endpoint: Where the model is and how it is spoken to.
+        formatters: Item to prompt, as in :class:`AgentTeam`; None takes the actors' formatters. Chat messages are sent
+            as such, where the format has them.
+        num_candidates: See :class:`Comparator`.
+        centralized: See :class:`Comparator`.
+    """
+
+    is_remote = True
+
+    def __init__(
+        self,
+        endpoint: ApiEndpoint,
+        *,
+        formatters: Any = None,
+        num_candidates: int | None = None,
+        centralized: CentralizedGeneration | None = None,
+    ) -> None:
+        super().__init__(num_candidates, centralized=centralized)
+        self.endpoint = endpoint
+        self.formatters = formatters
+
+    @override
+    def check(self, team: AgentTeam) -> None:
+        super().check(team)
+        self._formatters(team)
+        self.endpoint.check()
+
+    @override
+    @contextmanager
+    def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
+        yield ApiSpeaker(self.endpoint, self._formatters(team), phase, team.counts)
+
+    def _formatters(self, team: AgentTeam) -> list[Formatter]:
+        if self.formatters is None:
+            return team.formatters
+        return resolve_formatters(self.formatters, team.num_agents)
+
+
+@dataclass(frozen=True)
+class _Question:
+    row: int
+    item: TaskItem
+    item_index: int
+    agent: int
+    prompt: Any
+
+
+class ApiSpeaker:
+    """Answers task items with a remote model's texts.
+
+    Args:
+        endpoint: Where the model is.
+        formatters: Item to prompt, one per role.
+        phase: The collection: its journal and progress.
+        counts: Where candidates that did not come are counted.
+    """
+
+    def __init__(
+        self, endpoint: ApiEndpoint, formatters: list[Formatter], phase: CollectionPhase, counts: dict[str, int]
+    ) -> None:
+        self.endpoint = endpoint
+        self.formatters = formatters
+        self._phase = phase
+        self._counts = counts
+        self._failures_in_a_row = 0
+
+    def sample(
+        self,
+        items: list[TaskItem],
+        item_indices: list[int],
+        *,
+        num_candidates: int,
+        sampling: SamplingConfig,
+        **_: Any,
+    ) -> list[TeamSample]:
+        """See :meth:`AgentTeam.sample`; remote models draw their own random numbers."""
+        asked = [
+            _Question(row, item, index, agent, formatter(item))
+            for row, (item, index) in enumerate(zip(items, item_indices, strict=True))
+            for agent, formatter in enumerate(self.formatters)
+        ]
+        answers = iter(self._ask(asked, num_candidates, sampling))
+        return [TeamSample.of(index, [next(answers) for _ in self.formatters]) for index in item_indices]
+
+    def answer(
+        self,
+        agent: int,
+        formatter: Formatter,
+        items: list[TaskItem],
+        item_indices: list[int],
+        *,
+        num_candidates: int,
+        sampling: SamplingConfig,
+        **_: Any,
+    ) -> list[AgentAnswer]:
+        """See :meth:`AgentTeam.answer`."""
+        asked = [
+            _Question(row, item, index, agent, formatter(item))
+            for row, (item, index) in enumerate(zip(items, item_indices, strict=True))
+        ]
+        return self._ask(asked, num_candidates, sampling)
+
+    def _ask(self, questions: Sequence[_Question], num_candidates: int, sampling: SamplingConfig) -> list[AgentAnswer]:
+        open_questions = Counter(question.row for question in questions)
+        indices = range(num_candidates)
+
+        async def one(client: ApiClient, question: _Question) -> None:
+            missing = [index for index in indices if _key(question, index) not in self._phase.journal]
+            if missing:
+                await self._complete(client, question, missing, sampling)
+            open_questions[question.row] -= 1
+            if not open_questions[question.row]:
+                self._phase.progress(1)
+
+        async def every() -> None:
+            async with ApiClient(self.endpoint) as client:
+                await all_of(one(client, question) for question in questions)
+
+        run_to_end(every)
+        return [self._found(question, indices) for question in questions]
+
+    async def _complete(
+        self, client: ApiClient, question: _Question, missing: list[int], sampling: SamplingConfig
+    ) -> None:
+        request = ApiRequest(
+            question.prompt,
+            len(missing),
+            sampling.max_new_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            question.agent,
+            question.item,
+        )
+        if request.is_empty:
+            warn_once(
+                self._counts,
+                "empty_prompts",
+                f"the comparator's prompt for agent {question.agent} and task item {question.item_index} is empty and "
+                "is not sent; further ones are counted as `empty_prompts`",
+            )
+            return
+
+        def arrived(texts: dict[int, str | None]) -> None:
+            self._failures_in_a_row = 0
+            self._phase.journal.add((_key(question, index), text) for index, text in texts.items())
+
+        try:
+            await client.answer(request, missing, arrived)
+        except ApiUnavailableError as error:
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row >= 2 * self.endpoint.max_concurrency:
+                raise ApiUnavailableError(
+                    f"{self._failures_in_a_row} requests in a row got no usable answer; what came before is kept, and "
+                    f"a run that is started again asks only for the rest. The last one: {error}",
+                    endpoint=error.endpoint,
+                    status=error.status,
+                ) from None
+
+    def _found(self, question: _Question, indices: range) -> AgentAnswer:
+        journal = self._phase.journal
+        keys = {index: _key(question, index) for index in indices}
+        texts = {index: journal[key] for index, key in keys.items() if key in journal}
+        responses = {index: Response(text, [], True) for index, text in texts.items() if text is not None}
+        for _ in range(len(indices) - len(responses)):
+            warn_once(
+                self._counts,
+                "missing_comparator_responses",
+                f"{self.endpoint.address} gave no response for agent {question.agent} and task item "
+                f"{question.item_index} where one was asked for (a refusal, or no usable answer): it is left out; "
+                "further ones are counted as `missing_comparator_responses`",
+            )
+        return AgentAnswer(plain_text(question.prompt), responses)
+
+
+def _key(question: _Question, index: int) -> tuple[str | int, ...]:
+    return ("answer", question.item_index, question.agent, index)

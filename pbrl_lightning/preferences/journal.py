@@ -1,0 +1,130 @@
+"""What a round's collection has brought so far: on disk before anything is built on it (SPEC S11)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pbrl_lightning.batches import Response, TeamSample
+
+Key = tuple[str | int, ...]
+
+
+class CollectionJournal:
+    """Texts, ids and scores of one round's collection, appended as they arrive.
+
+    A collection that is started again under the same name finds what an earlier one brought, and asks only for the
+    rest. Every process appends to a file of its own and reads all of them. A line that a crash cut short is dropped.
+
+    Args:
+        directory: Of this journal alone; None keeps everything in memory (a trial run).
+        rank: This process.
+    """
+
+    def __init__(self, directory: Path | None, rank: int = 0) -> None:
+        self.directory = directory
+        self._entries: dict[Key, Any] = {}
+        self._file: BinaryIO | None = None
+        if directory is None:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in sorted(directory.glob("rank_*.jsonl")):
+            self._entries.update(_read(path))
+        self._path = directory / f"rank_{rank}.jsonl"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def __getitem__(self, key: Key) -> Any:
+        return self._entries[key]
+
+    def take(self, key: Key) -> Any:
+        """A value that is not needed here again; the disk keeps it."""
+        return self._entries.pop(key)
+
+    def add(self, entries: Iterable[tuple[Key, Any]]) -> None:
+        """Keeps what arrived, on disk when this returns; it can be looked up.
+
+        Args:
+            entries: Keys and values; values are plain JSON data with finite numbers.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        added = dict(entries)
+        self.write(added.items())
+        self._entries.update(added)
+
+    def write(self, entries: Iterable[tuple[Key, Any]]) -> None:
+        """As :meth:`add`, for values that only a restarted collection will look up."""
+        lines = [json.dumps([list(key), value], allow_nan=False) + "\n" for key, value in entries]
+        if self.directory is None or not lines:
+            return
+        if self._file is None:
+            self._file = _open_at_last_line(self._path)
+        self._file.write("".join(lines).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file; the journal stays."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def remove(self) -> None:
+        """Removes the journal from the disk, and the directory of journals when it was the last one."""
+        self.close()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.directory.parent.rmdir()
+
+
+def sample_to_json(sample: TeamSample) -> dict[str, Any]:
+    """A team sample as plain JSON data."""
+    return {
+        "prompts": sample.prompts,
+        "prompt_ids": sample.prompt_ids,
+        "responses": [
+            [[index, said.text, said.token_ids, said.finished] for index, said in responses.items()]
+            for responses in sample.responses
+        ],
+    }
+
+
+def sample_from_json(item_index: int, data: dict[str, Any]) -> TeamSample:
+    """What :func:`sample_to_json` gave."""
+    responses = [
+        {index: Response(text, ids, finished) for index, text, ids, finished in entries}
+        for entries in data["responses"]
+    ]
+    return TeamSample(item_index, data["prompts"], responses, data["prompt_ids"])
+
+
+def _read(path: Path) -> dict[Key, Any]:
+    entries: dict[Key, Any] = {}
+    for line in path.read_bytes().split(b"\n"):
+        # The last line may be half a line; any other that does not read is asked for again too.
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            key, value = json.loads(line)
+            entries[tuple(key)] = value
+    return entries
+
+
+def _open_at_last_line(path: Path) -> BinaryIO:
+    """The file for appending, without the half line that a crash may have left at its end."""
+    file = path.open("a+b")
+    file.seek(0)
+    whole = file.read().rfind(b"\n") + 1
+    file.truncate(whole)
+    file.seek(whole)
+    return file

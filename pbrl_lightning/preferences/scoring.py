@@ -1,0 +1,233 @@
+"""From sampled joint responses to scores: by an oracle, or by a judge that compares two of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+from typing import Literal, Protocol
+
+from pbrl_lightning.agents.loading import warn_once
+from pbrl_lightning.batches import RoleView, TaskItem, TeamSample
+from pbrl_lightning.concurrency import all_of, opened, run_to_end
+from pbrl_lightning.preferences.fingerprint import fingerprint
+from pbrl_lightning.preferences.journal import CollectionJournal, Key
+from pbrl_lightning.preferences.oracle import Oracle, OracleError, Score
+
+Side = Literal["actors", "comparator"]
+Scores = dict[int, Score]
+
+
+class Scorer(Protocol):
+    """Scores the candidates of one collection; what has no score is left out."""
+
+    def among(self, items: list[TaskItem], samples: list[TeamSample]) -> list[Scores]:
+        """Scores of each item's own candidates, by candidate index."""
+        ...
+
+    def between(
+        self, items: list[TaskItem], actors: list[TeamSample], others: list[TeamSample]
+    ) -> list[tuple[Scores, Scores]]:
+        """Per item, scores of the current agents' and the comparator's candidates at the indices both have."""
+        ...
+
+
+class PreferenceJudge(ABC):
+    """Says which of two joint responses to a task item is better; subclass it for your own.
+
+    It is asked concurrently, up to ``max_concurrency`` of the data module.
+    """
+
+    @abstractmethod
+    async def compare(self, first: list[str], second: list[str], *, prompts: list[str], item: TaskItem) -> float | None:
+        """Compares two joint responses.
+
+        Args:
+            first: One text per role.
+            second: One text per role.
+            prompts: One prompt per role.
+            item: The task item.
+
+        Returns:
+            1 if the first is better, 0 if the second is, 0.5 for a tie, None if it cannot say (the comparison is left
+            out and counted). Numbers between are degrees of preference.
+        """
+
+
+@dataclass
+class OracleScorer:
+    """Asks the oracle for one number per joint response.
+
+    Attributes:
+        oracle: The task reward, or a reward model.
+        journal: Where raw scores are kept as they arrive, and found again.
+    """
+
+    oracle: Oracle
+    journal: CollectionJournal
+
+    def __post_init__(self) -> None:
+        # Scores of another reward, or of one that was corrected since, are not its own.
+        self._by = fingerprint(self.oracle.reward_func)
+
+    def among(self, items: list[TaskItem], samples: list[TeamSample]) -> list[Scores]:
+        """See :class:`Scorer`."""
+        return self._scores("actors", items, samples, [sample.joint_indices for sample in samples])
+
+    def between(
+        self, items: list[TaskItem], actors: list[TeamSample], others: list[TeamSample]
+    ) -> list[tuple[Scores, Scores]]:
+        """See :class:`Scorer`."""
+        shared = [shared_indices(actor, other) for actor, other in zip(actors, others, strict=True)]
+        actor_scores = self._scores("actors", items, actors, shared)
+        return list(zip(actor_scores, self._scores("comparator", items, others, shared), strict=True))
+
+    def _scores(
+        self, side: Side, items: list[TaskItem], samples: list[TeamSample], indices: list[list[int]]
+    ) -> list[Scores]:
+        rows = [(row, index) for row, kept in enumerate(indices) for index in kept]
+        missing = [row for row in rows if self._key(side, samples, *row) not in self.journal]
+        # An async oracle is asked for everything at once; another one item by item, so that an error names the item.
+        groups = [missing] if self.oracle.is_async else [[r for r in missing if r[0] == i] for i in range(len(items))]
+        for group in groups:
+            if group:
+                self._ask(side, items, samples, group)
+        found: list[Scores] = [{} for _ in items]
+        for row, index in rows:
+            raw = self.journal[self._key(side, samples, row, index)]
+            score = self.oracle.processed(raw, samples[row].item_index)
+            if score is not None:
+                found[row][index] = score
+        return found
+
+    def _ask(self, side: Side, items: list[TaskItem], samples: list[TeamSample], rows: list[tuple[int, int]]) -> None:
+        def arrived(scores: dict[int, float | None]) -> None:
+            finite = {n: None if raw is None or not math.isfinite(raw) else raw for n, raw in scores.items()}
+            self.journal.add((self._key(side, samples, *rows[n]), raw) for n, raw in finite.items())
+
+        joint = [samples[row].completions(index) for row, index in rows]
+        prompts = [samples[row].prompts for row, _ in rows]
+        self.oracle.raw_scores(
+            [items[row] for row, _ in rows],
+            [samples[row].item_index for row, _ in rows],
+            [list(column) for column in zip(*prompts, strict=True)],
+            [list(column) for column in zip(*joint, strict=True)],
+            arrived,
+        )
+
+    def _key(self, side: Side, samples: list[TeamSample], row: int, index: int) -> Key:
+        return ("score", self._by, side, samples[row].item_index, index)
+
+
+@dataclass
+class JudgeScorer:
+    """Asks a judge for comparisons; a candidate's score is the share of its comparisons that it wins, ties half.
+
+    Attributes:
+        judge: Who compares.
+        journal: Where verdicts are kept as they arrive, and found again.
+        view: How joint responses are shown by role.
+        counts: Where comparisons without a verdict are counted.
+        max_concurrency: Most comparisons at once.
+    """
+
+    judge: PreferenceJudge
+    journal: CollectionJournal
+    view: RoleView
+    counts: dict[str, int]
+    max_concurrency: int = 8
+
+    def __post_init__(self) -> None:
+        self._by = fingerprint(self.judge)
+
+    def among(self, items: list[TaskItem], samples: list[TeamSample]) -> list[Scores]:
+        """See :class:`Scorer`; every two candidates of an item are compared."""
+        duels = [
+            (row, (sample, first), (sample, second))
+            for row, sample in enumerate(samples)
+            for first, second in combinations(sample.joint_indices, 2)
+        ]
+        won: list[dict[int, list[float]]] = [{} for _ in items]
+        for (row, (_, first), (_, second)), verdict in zip(duels, self._verdicts(items, duels), strict=True):
+            if verdict is not None:
+                won[row].setdefault(first, []).append(verdict)
+                won[row].setdefault(second, []).append(1 - verdict)
+        return [{index: _score(fmean(shares)) for index, shares in sorted(item.items())} for item in won]
+
+    def between(
+        self, items: list[TaskItem], actors: list[TeamSample], others: list[TeamSample]
+    ) -> list[tuple[Scores, Scores]]:
+        """See :class:`Scorer`; the two candidates of an index are compared."""
+        duels = [
+            (row, (actor, index), (other, index))
+            for row, (actor, other) in enumerate(zip(actors, others, strict=True))
+            for index in shared_indices(actor, other)
+        ]
+        found: list[tuple[Scores, Scores]] = [({}, {}) for _ in items]
+        for (row, (_, index), _), verdict in zip(duels, self._verdicts(items, duels), strict=True):
+            if verdict is not None:
+                found[row][0][index], found[row][1][index] = _score(verdict), _score(1 - verdict)
+        return found
+
+    def _verdicts(
+        self, items: list[TaskItem], duels: list[tuple[int, tuple[TeamSample, int], tuple[TeamSample, int]]]
+    ) -> list[float | None]:
+        limit = asyncio.Semaphore(self.max_concurrency)
+
+        async def one(row: int, first: tuple[TeamSample, int], second: tuple[TeamSample, int]) -> float | None:
+            sample, index = first
+            other_side = "actors" if sample is second[0] else "comparator"
+            key: Key = ("verdict", self._by, sample.item_index, index, other_side, second[1])
+            if key not in self.journal:
+                async with limit:
+                    verdict = await self._compare(items[row], first, second)
+                self.journal.add([(key, verdict)])
+            return self._counted(self.journal[key], sample.item_index)
+
+        async def every() -> list[float | None]:
+            async with opened(self.judge):
+                return await all_of(one(*duel) for duel in duels)
+
+        return run_to_end(every)
+
+    async def _compare(
+        self, item: TaskItem, first: tuple[TeamSample, int], second: tuple[TeamSample, int]
+    ) -> float | None:
+        sides = []
+        for sample, index in (first, second):
+            prompts, texts = self.view([item], [[p] for p in sample.prompts], [[t] for t in sample.completions(index)])
+            sides.append([column[0] for column in texts])
+        asked = [column[0] for column in prompts]
+        name = f"{type(self.judge).__name__}.compare"
+        where = f"task item {first[0].item_index}"
+        try:
+            verdict = await self.judge.compare(sides[0], sides[1], prompts=asked, item=item)
+        except Exception as error:
+            raise OracleError(f"`{name}` raised {type(error).__name__} for {where}: {error}") from error
+        if verdict is None:
+            return None
+        if isinstance(verdict, bool) or not isinstance(verdict, int | float) or not 0 <= verdict <= 1:
+            raise OracleError(f"`{name}` must return a number from 0 to 1 or None, got {verdict!r} for {where}")
+        return float(verdict)
+
+    def _counted(self, verdict: float | None, item_index: int) -> float | None:
+        if verdict is None:
+            warn_once(
+                self.counts,
+                "judge_without_verdict",
+                f"the judge gave no verdict on two responses to task item {item_index}: the comparison is left out; "
+                "further ones are counted as `judge_without_verdict`",
+            )
+        return verdict
+
+
+def shared_indices(actor: TeamSample, other: TeamSample) -> list[int]:
+    """Candidate indices that both sides have, ascending."""
+    return sorted(set(actor.joint_indices) & set(other.joint_indices))
+
+
+def _score(value: float) -> Score:
+    return Score(value, value)

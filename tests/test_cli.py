@@ -124,7 +124,7 @@ def test_fault_B82_fit_validate_and_resume_in_one_directory_lose_no_config(tmp_p
     main(["validate", *options])
     assert Path("run/one/config.yaml").read_text(encoding="utf-8") == first
     assert Path("run/one/config_validate.yaml").exists()
-    (checkpoint,) = Path("run/one").rglob("*.ckpt")
+    (checkpoint,) = Path("run/one").rglob("epoch=*.ckpt")
     main(["fit", *options, "--model.init_args.num_iterations=2", f"--ckpt_path={checkpoint}"])
     configs = {path.name: path.read_text(encoding="utf-8") for path in Path("run/one").glob("config*.yaml")}
     assert first in configs.values()

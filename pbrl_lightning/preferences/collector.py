@@ -157,7 +157,8 @@ class Collector:
             if (key := ("sample", side, index)) in journal:
                 samples[index] = sample_from_json(index, journal.take(key))
         missing = [row for row, index in enumerate(item_indices) if index not in samples]
-        phase.progress(len(samples))
+        if samples:
+            phase.progress(len(samples))
         # A few full batches at a time: often enough for a progress bar, and no sample depends on the cut.
         rows = 4 * self.sampling.token_budget // (self.sampling.max_new_tokens + 64)
         size = max(1, rows // num_candidates)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fake_api import FakeApi
 from pbrl_lightning.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -29,22 +30,20 @@ def tiny_options(config):
 
 
 def test_there_are_configs():
-    assert len(CONFIGS) >= 23
+    assert len(CONFIGS) >= 29
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_every_config_goes_through_the_cli(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    main(
-        [
-            "fit",
-            "--config",
-            str(config),
-            *tiny_options(config),
-            "--trainer.accelerator=cpu",
-            "--trainer.fast_dev_run=true",
-        ]
-    )
+    monkeypatch.setenv("OPENAI_API_KEY", "none of anyone's")
+    options = [*tiny_options(config), "--trainer.accelerator=cpu", "--trainer.fast_dev_run=true"]
+    with FakeApi() as api:
+        if "ApiComparator" in config.read_text(encoding="utf-8"):
+            endpoint = yaml.safe_load(config.read_text(encoding="utf-8"))["data"]["comparator"]["init_args"]["endpoint"]
+            url = api.url_of(endpoint.get("format", "generic"))
+            options.append(f"--data.comparator.init_args.endpoint.url={url}")
+        main(["fit", "--config", str(config), *options])
 
 
 @pytest.mark.parametrize("name", ["marlhf", "marlhf_iter"])

@@ -83,12 +83,15 @@ class RemoteJudge:
 
     async def _ask(self, question: str, read: Callable[[str], float | None]) -> float | None:
         """The first answer of the right form, None if there is none."""
-        if self._client is None:
-            async with self:
-                return await self._ask(question, read)
+        if self._client is not None:
+            return await self._ask_with(self._client, question, read)
+        async with ApiClient(self.endpoint) as client:  # called outside of an oracle
+            return await self._ask_with(client, question, read)
+
+    async def _ask_with(self, client: ApiClient, question: str, read: Callable[[str], float | None]) -> float | None:
         request = ApiRequest(question, 1, self.max_new_tokens, self.temperature, 1.0, None)
         for _ in range(self.attempts):
-            answers = await self._client.answer(request, [0])
+            answers = await client.answer(request, [0])
             value = read(answers[0]) if answers else None
             if value is not None:
                 return value

@@ -208,7 +208,10 @@ def _is_literal_key(name: str, value: str) -> bool:
 def _environment(name: str) -> str:
     value = os.environ.get(name, "").strip()  # a key read from a file often ends in a newline
     if not value:
-        raise ValueError(f"the environment variable {name} must hold a value for requests to the remote model")
+        raise ValueError(
+            f"the environment variable {name} must hold what requests to the remote model are sent with; an endpoint "
+            "that takes no key needs no `key_env`"
+        )
     if not _printable(value):
         raise ValueError(f"the environment variable {name} holds characters that a header cannot have")
     return value

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from pbrl_lightning.agents.roles import JointAdapter
 from pbrl_lightning.batches import TaskItem
 
 reward_range = (0.0, 1.0)
@@ -25,3 +30,21 @@ def same_last_letter(*completions: list[str]) -> list[float]:
         [1.0, 0.0, 0.0]
     """
     return [float(all(texts) and len({text[-1] for text in texts}) == 1) for texts in zip(*completions, strict=True)]
+
+
+class CharacterAdapter(JointAdapter):
+    """Each character of a joint text is the response of one role: a random model can write that, and no tags.
+
+    Example:
+        >>> CharacterAdapter().parse("xyz", 2), CharacterAdapter().parse("", 2)
+        (['x', 'y'], None)
+    """
+
+    @override
+    def build(self, item: TaskItem, prompts: Sequence[str]) -> str:
+        del item
+        return "|".join(prompts)
+
+    @override
+    def parse(self, text: str, num_roles: int) -> list[str] | None:
+        return [text[role : role + 1] for role in range(num_roles)] if text else None

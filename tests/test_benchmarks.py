@@ -19,3 +19,12 @@ def test_quickstart_seeds_with_the_tiny_team(tmp_path):
     assert [(row["run"], row["seed"]) for row in rows] == [("quickstart", 3), ("control", 3)]
     assert rows[0]["before"] == rows[1]["before"]
     assert rows[0]["after"] != rows[1]["after"]
+
+
+def test_api_concurrency_with_a_quick_server():
+    command = [sys.executable, str(ROOT / "benchmarks/api_concurrency.py"), "--latency", "0.05", "--candidates", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    _, *rows = (line.split() for line in done.stdout.strip().splitlines())
+    assert [(row[0], row[1]) for row in rows] == [("1", "16"), ("2", "16"), ("4", "16"), ("8", "16")]

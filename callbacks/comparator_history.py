@@ -53,7 +53,7 @@ class ComparatorHistory(RoundCallback):
             self._directory = Path(self._scratch.name)
         elif self._directory is None:
             self._directory = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "history")
-        trainer.datamodule.history_dir = self._directory  # type: ignore[attr-defined]
+        trainer.datamodule.pair_source.history_dir = self._directory  # type: ignore[attr-defined]
         if round_number == 1:
             self._save(trainer, pl_module, 0)
 

@@ -35,7 +35,7 @@ class RoundCheckpoint(RoundCallback):
                 raise OSError(f"the checkpoint {path} could not be written")
             if before is not None and before != self._last:
                 Path(before).unlink(missing_ok=True)
-        trainer.datamodule.drop_journals()  # type: ignore[attr-defined]
+        trainer.datamodule.pair_source.drop_journals()  # type: ignore[attr-defined]
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -145,7 +144,7 @@ class PreferenceDataModule(L.LightningDataModule):
 
     def _start_afresh(self) -> None:
         """The state of a run before its first round; a resumed run's is loaded over it."""
-        self._source = PairSource(self.replay, self._replay_dir)
+        self.pair_source = PairSource(self.replay, self._replay_dir)
         self._progress = RunProgress()
         self._pairs: list[PreferencePair] = []
         self._tokens: list[PairTokens] | None = None
@@ -155,16 +154,7 @@ class PreferenceDataModule(L.LightningDataModule):
     @property
     def rounds(self) -> list[RoundRecord]:
         """What happened in the rounds so far."""
-        return self._source.records
-
-    @property
-    def history_dir(self) -> Path | None:
-        """Where the policy checkpoints of a HistoryComparator lie."""
-        return self._source.history_dir
-
-    @history_dir.setter
-    def history_dir(self, directory: Path | None) -> None:
-        self._source.history_dir = directory
+        return self.pair_source.records
 
     @property
     def iterative(self) -> bool:
@@ -282,14 +272,14 @@ class PreferenceDataModule(L.LightningDataModule):
         return {
             "progress": asdict(self._progress),
             "pairs": pairs_to_state(self._pairs),
-            **self._source.state_dict(),
+            **self.pair_source.state_dict(),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._progress = RunProgress(**state_dict["progress"])
         self._pairs, self._tokens = pairs_from_state(state_dict["pairs"]), None
-        self._source.load_state_dict(state_dict)
+        self.pair_source.load_state_dict(state_dict)
 
     def evaluate(self, num_samples: int) -> EvaluationBatch | None:
         """One joint response of the current agents to each of the first evaluation items; None without any."""
@@ -297,13 +287,9 @@ class PreferenceDataModule(L.LightningDataModule):
             return None
         return self.evaluator.evaluate(self._team_module.team, list(range(min(num_samples, len(self.evaluator.items)))))
 
-    def drop_journals(self) -> None:
-        """Removes what a restarted collection would need, when the pairs are safe."""
-        self._source.drop_journals()
-
     def finish(self) -> None:
         """Ends the last round, if all of its epochs are over."""
-        self.drop_journals()
+        self.pair_source.drop_journals()
         if not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             return  # Lightning counts an epoch that `max_steps` or a stop cut short as over
         shift = self._progress.skipped_rounds * self._schedule.epochs_per_round
@@ -370,12 +356,12 @@ class PreferenceDataModule(L.LightningDataModule):
             notify(trainer, "on_round_start", round_number)
             pairs = self._file_pairs() if module.collects_pairs else []
             return module.encode_pairs(held_out_split(pairs, self._held_out_fraction, self.seed)[0])
-        self._source.open(trainer)
+        self.pair_source.open(trainer)
         notify(trainer, "on_round_start", round_number)
-        collected = self._source.collect(trainer, self._collector(), self.items, round_number)
+        collected = self.pair_source.collect(trainer, self._collector(), self.items, round_number)
         self._progress.env_step += collected.num_responses
         self._progress.total_pairs += len(collected.pairs)
-        chosen = self._source.select(self.seed, round_number, collected.pairs, self.iterative)
+        chosen = self.pair_source.select(self.seed, round_number, collected.pairs, self.iterative)
         pairs, tokens = module.encode_pairs(chosen)
         record = self.rounds[-1]
         record.train_pairs = len(pairs)

@@ -16,7 +16,9 @@ EXAMPLES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", 
 
 def test_every_comparator_has_an_example():
     shown = {
-        entry if isinstance(entry, str) else entry["class_path"] for example in EXAMPLES for entry in example.values()
+        (entry if isinstance(entry, str) else entry["class_path"]).rpartition(".")[2]
+        for example in EXAMPLES
+        for entry in example.values()
     }
     ours = {name for name in pbrl_lightning.__all__ if name.endswith(("Comparator", "Judge"))}
     assert shown == ours - {"Comparator", "PreferenceJudge"}

@@ -21,12 +21,13 @@ class AgentExport(L.Callback):
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             target = self.export(trainer, pl_module)
             rank_zero_info(f"trained models: {target}")
 
     def export(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Path:
-        """Writes the agents now; returns the directory."""
+        """Writes the agents now and returns the directory; to be called by every process, of which the first writes."""
         target = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "export")
-        pl_module.export(target)  # type: ignore[operator]
+        if trainer.is_global_zero:
+            pl_module.export(target)  # type: ignore[operator]
         return target

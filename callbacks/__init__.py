@@ -3,7 +3,15 @@
 from pbrl_lightning.callbacks.agent_export import AgentExport
 from pbrl_lightning.callbacks.collection_progress import CollectionProgress
 from pbrl_lightning.callbacks.comparator_history import ComparatorHistory
+from pbrl_lightning.callbacks.graceful_stop import GracefulStop
 from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
 from pbrl_lightning.callbacks.round_checkpoint import RoundCheckpoint
 
-__all__ = ["AgentExport", "CollectionProgress", "ComparatorHistory", "JointEvaluation", "RoundCheckpoint"]
+__all__ = [
+    "AgentExport",
+    "CollectionProgress",
+    "ComparatorHistory",
+    "GracefulStop",
+    "JointEvaluation",
+    "RoundCheckpoint",
+]

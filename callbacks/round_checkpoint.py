@@ -29,7 +29,7 @@ class RoundCheckpoint(RoundCallback):
             return
         path = Path(directory) / f"round_{round_number:04d}.ckpt"
         before, self._last = self._last, str(path)
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
         if trainer.is_global_zero:
             if not path.exists():  # Lightning says nothing where it may not write
                 raise OSError(f"the checkpoint {path} could not be written")

@@ -12,6 +12,7 @@ from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 import pbrl_lightning.callbacks  # noqa: F401  (short class names work for what is imported)
+from pbrl_lightning.checkpoints import newest_checkpoint
 from pbrl_lightning.data import PreferenceDataModule
 from pbrl_lightning.modules.base import LearnerModule
 
@@ -61,6 +62,14 @@ class PreferenceCLI(LightningCLI):
             args=args,
             run=run,
         )
+
+    def before_fit(self) -> None:
+        """Takes the newest whole checkpoint where ``--ckpt_path`` is a directory of a run."""
+        options = self.config_init["fit"]
+        path = options.get("ckpt_path")
+        # A sharded checkpoint is a directory too, and says so.
+        if path is not None and Path(path).is_dir() and not (Path(path) / ".metadata").exists():
+            options["ckpt_path"] = str(newest_checkpoint(path))
 
 
 def main(args: list[str] | None = None) -> None:

@@ -339,8 +339,8 @@ class PreferenceDataModule(L.LightningDataModule):
                     )
                     rank_zero_warn(f"{nothing} (all ties?); the run ends without an update")
                 return None
-            progress.round = position.round
             self._pairs, self._tokens = self._begin_round(position.round)
+            progress.round = position.round  # not before: a run that stops in a collection has not begun the round
             if self._pairs or not self._module.collects_pairs:
                 self._module.begin_round(position.round)
                 progress.fitted |= self._module.collects_pairs

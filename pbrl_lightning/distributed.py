@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+class OtherProcessError(RuntimeError):
+    """Another process of the run failed, and this one ends with it."""
+
+
+def together(work: Callable[[], dict[int, T]]) -> list[T]:
+    """Does a share of the work on every process, and gives all parts in the order of their indices on each.
+
+    A failure on one process ends all of them: the others do not wait for a part that never comes.
+
+    Args:
+        work: Gives this process's parts by index.
+
+    Raises:
+        OtherProcessError: If another process failed; the message says which and how.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return gather_by_index(work())
+    failure: BaseException | None = None
+    parts: dict[int, T] = {}
+    try:
+        parts = work()
+    except (Exception, KeyboardInterrupt) as error:
+        failure = error
+    words: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(words, None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, said in enumerate(words):
+        if said is not None:
+            raise OtherProcessError(f"process {rank} failed: {said}")
+    return gather_by_index(parts)
 
 
 def gather_by_index(parts: dict[int, T]) -> list[T]:
@@ -17,6 +51,11 @@ def gather_by_index(parts: dict[int, T]) -> list[T]:
         dist.all_gather_object(everyone, parts)
     merged = {index: part for rank_parts in everyone for index, part in rank_parts.items()}
     return [merged[index] for index in sorted(merged)]
+
+
+def this_process() -> tuple[int, int]:
+    """Rank of this process and number of processes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def from_rank_zero(value: T) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.batches import EvaluationBatch, TaskItem
+from pbrl_lightning.batches import EvaluationBatch, TaskItem, TeamSample
+from pbrl_lightning.distributed import this_process, together
 from pbrl_lightning.preferences.oracle import Oracle, accepted_keywords
 
 
@@ -33,35 +35,58 @@ class Evaluator:
     metrics: Callable[..., dict[str, float]] | None = None
 
     def evaluate(self, team: AgentTeam, indices: list[int], num_responses: int = 1) -> EvaluationBatch:
-        """Scores ``num_responses`` joint responses to each of these items, ``B = len(indices) * num_responses``."""
-        items = [self.items[index] for index in indices]
+        """Scores ``num_responses`` joint responses to each of these items, ``B = len(indices) * num_responses``.
+
+        The items are shared out over processes; all of them get the whole batch.
+        """
+        parts = together(lambda: self._own_share(team, indices, num_responses))
+        samples = [sample for sample, _ in parts]
+        rows = [(self.items[sample.item_index], sample, k) for sample in samples for k in range(num_responses)]
+        own: dict[str, Any] = {}
+        if self.metrics is not None:
+            items, prompts, completions = _columns(team, rows)
+            offered = {"prompts": prompts, "batch_items": items}
+            own = self.metrics(*completions, **{n: offered[n] for n in accepted_keywords(self.metrics, tuple(offered))})
+            if not isinstance(own, dict):
+                raise TypeError(f"`eval_metrics` must return a dict of numbers, got {type(own).__name__}")
+        return EvaluationBatch(
+            rewards=torch.tensor([reward for _, rewards in parts for reward in rewards], dtype=torch.float64),
+            samples=samples,
+            metrics={name: float(value) for name, value in own.items()},
+        )
+
+    def _own_share(
+        self, team: AgentTeam, indices: list[int], num_responses: int
+    ) -> dict[int, tuple[TeamSample, list[float]]]:
+        """This process's items by their place: the sample and its rewards, NaN where there is none."""
+        rank, world_size = this_process()
+        places = range(rank, len(indices), world_size)
+        own = [indices[place] for place in places]
         samples = team.sample(
-            items,
-            indices,
+            [self.items[index] for index in own],
+            own,
             num_candidates=num_responses,
             sampling=self.sampling,
             seed=self.seed,
             stream="evaluation",
         )
-        rows = [(item, sample, k) for item, sample in zip(items, samples, strict=True) for k in range(num_responses)]
-        completions = [[sample.completions(k)[agent] for _, sample, k in rows] for agent in range(team.num_agents)]
-        prompts = [[sample.prompts[agent] for _, sample, _ in rows] for agent in range(team.num_agents)]
-        row_items = [item for item, _, _ in rows]
-        prompts, completions = team.role_view(row_items, prompts, completions)
-        scores = self.oracle.score(row_items, [sample.item_index for _, sample, _ in rows], prompts, completions)
-        own: dict[str, Any] = {}
-        if self.metrics is not None:
-            offered = {"prompts": prompts, "batch_items": row_items}
-            own = self.metrics(*completions, **{n: offered[n] for n in accepted_keywords(self.metrics, tuple(offered))})
-            if not isinstance(own, dict):
-                raise TypeError(f"`eval_metrics` must return a dict of numbers, got {type(own).__name__}")
-        return EvaluationBatch(
-            rewards=torch.tensor(
-                [float("nan") if score is None else score.value for score in scores], dtype=torch.float64
-            ),
-            samples=samples,
-            metrics={name: float(value) for name, value in own.items()},
-        )
+        rows = [(self.items[sample.item_index], sample, k) for sample in samples for k in range(num_responses)]
+        items, prompts, completions = _columns(team, rows)
+        scores = self.oracle.score(items, [sample.item_index for _, sample, _ in rows], prompts, completions)
+        rewards = [math.nan if score is None else score.value for score in scores]
+        by_sample = [rewards[start : start + num_responses] for start in range(0, len(rewards), num_responses)]
+        return dict(zip(places, zip(samples, by_sample, strict=True), strict=True))
+
+
+def _columns(
+    team: AgentTeam, rows: list[tuple[TaskItem, TeamSample, int]]
+) -> tuple[list[TaskItem], list[list[str]], list[list[str]]]:
+    """Items, and per role the prompts and responses of these candidates, as the task reward sees them."""
+    agents = range(team.num_agents)
+    items = [item for item, _, _ in rows]
+    prompts = [[sample.prompts[agent] for _, sample, _ in rows] for agent in agents]
+    completions = [[sample.completions(k)[agent] for _, sample, k in rows] for agent in agents]
+    return items, *(team.role_view(items, prompts, completions) if rows else (prompts, completions))
 
 
 @dataclass(frozen=True)

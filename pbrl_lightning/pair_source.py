@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PreferencePair, TaskItem
-from pbrl_lightning.distributed import from_rank_zero, gather_by_index
+from pbrl_lightning.distributed import from_rank_zero, together
 from pbrl_lightning.preferences.collector import Collection, Collector
 from pbrl_lightning.preferences.fingerprint import fingerprint, team_digest
 from pbrl_lightning.preferences.journal import CollectionJournal
@@ -83,7 +83,8 @@ class PairSource:
             seconds=seconds,
             tokens_per_second=collected.num_tokens / max(seconds, 1e-9),
         )
-        self.records.append(record)
+        # A collection that was stopped before its round had begun is not counted twice.
+        self.records = [known for known in self.records if known.round < round_number] + [record]
         return collected
 
     def _gather(self, trainer: L.Trainer, collector: Collector, items: list[TaskItem], round_number: int) -> Collection:
@@ -98,19 +99,17 @@ class PairSource:
 
         team: AgentTeam = trainer.lightning_module.team  # type: ignore[assignment]
         journal = self._journal(trainer, collector, items, round_number)
-        parts = collector.collect(
-            team,
-            [items[index] for index in own],
-            own,
-            round_number,
-            history=self.history_dir,
-            progress=progress,
-            journal=journal,
-        )
-        journal.close()
+
+        def collect() -> dict[int, Collection]:
+            own_items = [items[index] for index in own]
+            options = {"history": self.history_dir, "progress": progress, "journal": journal}
+            return dict(zip(own, collector.collect(team, own_items, own, round_number, **options), strict=True))  # type: ignore[arg-type]
+
         collected = Collection()
-        for part in gather_by_index(dict(zip(own, parts, strict=True))):
+        for part in together(collect):
             collected.extend(part)
+        journal.close()
+        notify(trainer, "on_collection_end", round_number)
         remote = collector.comparator is not None and collector.comparator.is_remote
         if remote and count and not collected.num_comparator_responses:
             raise RuntimeError(f"the comparator gave no joint response to any task item of round {round_number}")

@@ -62,7 +62,12 @@ class RunProgress:
 
 
 RoundHook = Literal[
-    "on_round_start", "on_collection_progress", "on_round_collected", "on_round_prepared", "on_round_end"
+    "on_round_start",
+    "on_collection_progress",
+    "on_collection_end",
+    "on_round_collected",
+    "on_round_prepared",
+    "on_round_end",
 ]
 
 
@@ -74,6 +79,9 @@ class RoundCallback(L.Callback):
 
     def on_collection_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, done: int, total: int) -> None:
         """During collection: how many of the item passes are done."""
+
+    def on_collection_end(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
+        """When all is sampled and scored, and nothing of it is stored yet."""
 
     def on_round_collected(self, trainer: L.Trainer, pl_module: L.LightningModule, record: RoundRecord) -> None:
         """After collection and replay, before the first update of the round."""

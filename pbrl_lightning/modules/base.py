@@ -18,6 +18,7 @@ from typing_extensions import override
 from pbrl_lightning.agents.prompts import render_messages
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair, RolloutBatch
+from pbrl_lightning.checkpoints import make_durable
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
@@ -136,9 +137,9 @@ class LearnerModule(L.LightningModule):
 
     def wanted_callbacks(self) -> list[L.Callback]:
         """What a run of this module needs, unless the user gives one of the kind."""
-        from pbrl_lightning.callbacks import AgentExport
+        from pbrl_lightning.callbacks import AgentExport, GracefulStop
 
-        return [AgentExport()]
+        return [AgentExport(), GracefulStop()]
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
@@ -149,6 +150,7 @@ class LearnerModule(L.LightningModule):
     @override
     def configure_model(self) -> None:
         # After the data module's setup, so that a wrong configuration is reported before anything is loaded.
+        make_durable(self.trainer)
         self.load()
 
     @override

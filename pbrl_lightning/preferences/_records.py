@@ -105,7 +105,7 @@ def decode_round(path: str | Path, data: bytes) -> list[PreferencePair]:
     """Check a round file's bytes and make pairs of them."""
     try:
         content = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RoundFileError(f"{path} is not a whole JSON file: {error}") from error
     if not isinstance(content, dict):
         raise RoundFileError(f"{path} must hold an object, got {describe(content)}")

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import uuid
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pbrl_lightning.batches import PreferencePair
+from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.preferences._records import (
     RoundFileError,
     decode_round,
@@ -60,7 +60,7 @@ def write_round_file(path: str | Path, iteration: int, pairs: Sequence[Preferenc
         ValueError: If ``iteration`` is not a positive integer.
         OSError: If the file cannot be written. The old file stays.
     """
-    _write_atomically(Path(path), encode_round(path, iteration, pairs))
+    _write(Path(path), encode_round(path, iteration, pairs))
 
 
 def read_round_file(path: str | Path) -> list[PreferencePair]:
@@ -176,7 +176,7 @@ class RoundStore:
             owner = self._read_owner()
             if owner is None:
                 self._refuse_unowned_rounds()
-                _write_atomically(self.directory / "run.json", json.dumps({"run_id": run_id}).encode(), exclusive=True)
+                _write(self.directory / "run.json", json.dumps({"run_id": run_id}).encode(), exclusive=True)
                 owner = self._read_owner()
             if not os.access(self.directory, os.W_OK):
                 raise PermissionError("no permission to write")
@@ -209,7 +209,7 @@ class RoundStore:
             raise RuntimeError(f"the round store of {self.directory} must be opened before it is written to")
         path = self.directory / f"iteration_{iteration:04d}.json"
         data = encode_round(path, iteration, pairs)
-        _write_atomically(path, data)
+        _write(path, data)
         entry = RoundEntry(iteration, path.name, len(pairs), hashlib.sha256(data).hexdigest())
         self.entries = [old for old in self.entries if old.iteration < iteration] + [entry]
         for later in [known for known in {*self._cache, *self._verified} if known >= iteration]:
@@ -336,32 +336,8 @@ class RoundStore:
             )
 
 
-def _write_atomically(path: Path, data: bytes, exclusive: bool = False) -> None:
-    """Write under a temporary name of our own and rename; with ``exclusive`` an existing file stays."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if exclusive:
-            # A link fails where the name exists, so of two runs that start at once only one gets it.
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                return
-            except OSError:  # a file system without links
-                os.replace(temporary, path)
-        else:
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if os.name != "nt":  # Windows cannot open a directory
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _write(path: Path, data: bytes, exclusive: bool = False) -> None:
+    write_atomically(path, lambda file: file.write(data), exclusive=exclusive)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

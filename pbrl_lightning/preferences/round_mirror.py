@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from pbrl_lightning.durable import sync_directory, write_atomically
 from pbrl_lightning.preferences.round_files import RoundEntry, RoundFileError
 
 MIRROR = "replay"
@@ -24,10 +25,10 @@ def mirror_round(store_directory: Path, entry: RoundEntry, checkpoint_directory:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(store_directory / entry.file, target)
+        sync_directory(target.parent)
     except OSError:
-        temporary = target.with_name(f".{target.name}.tmp")
-        shutil.copyfile(store_directory / entry.file, temporary)
-        temporary.replace(target)
+        data = (store_directory / entry.file).read_bytes()
+        write_atomically(target, lambda file: file.write(data))
 
 
 def restore_rounds(store_directory: Path, entries: list[RoundEntry], checkpoint_directory: Path) -> None:

@@ -1,0 +1,97 @@
+"""Ends a run in order when it is asked to: SIGTERM, or Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from pbrl_lightning.rounds import RoundCallback
+
+
+class StopRequested(KeyboardInterrupt):
+    """The run was asked to end, and has."""
+
+
+class GracefulStop(RoundCallback):
+    """Saves a checkpoint, ``stopped.ckpt``, and ends the run on SIGTERM or Ctrl-C.
+
+    A collection stops at once, what it brought is in its journal; training stops after the optimizer step in progress.
+    A second signal does not wait. The checkpoint is written beside the run's others; without a ModelCheckpoint there is
+    none. Added by itself.
+    """
+
+    def __init__(self) -> None:
+        self._trainer: L.Trainer | None = None
+        self._before: dict[int, Any] = {}
+        self._requested = False
+        self._collecting = False
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._requested = self._collecting = False
+        self._trainer = trainer
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    @override
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._restore()
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, StopRequested) and self._collecting:
+            self._save(trainer)  # in training it was saved where it stopped
+        self._restore()
+
+    @override
+    def on_round_start(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
+        self._collecting = True
+        if self._requested:
+            raise StopRequested
+
+    @override
+    def on_collection_end(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
+        self._collecting = False
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return  # a checkpoint holds no half of a gradient
+        if trainer.strategy.reduce_boolean_decision(self._requested, all=False):
+            self._save(trainer)
+            raise StopRequested
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        # The signal may have reached this process alone, and Lightning's launcher started the others of this machine.
+        launcher = self._trainer.strategy.launcher if self._trainer is not None else None
+        if not self._requested and launcher is not None:
+            launcher.kill(signal.Signals(number))
+        again, self._requested = self._requested, True
+        if self._collecting or again:
+            raise StopRequested
+
+    def _save(self, trainer: L.Trainer) -> None:
+        directories = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+        directory = next((directory for directory in directories if directory), None)
+        if directory is None:
+            rank_zero_warn("the run was asked to stop and saves no checkpoint, since it has no ModelCheckpoint")
+            return
+        path = Path(directory) / "stopped.ckpt"
+        trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
+        rank_zero_info(f"asked to stop; the run goes on with --ckpt_path {path}")
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()

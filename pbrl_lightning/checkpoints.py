@@ -1,0 +1,77 @@
+"""How checkpoints are written, read and found."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from pbrl_lightning.durable import write_atomically
+
+
+class DurableCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint files, never half-written, never lost in silence, and read without running code.
+
+    Lightning's own are not synced, and one that may not be written is left out without a word (2.6.6).
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if "://" in str(path):  # a remote file system has its own promises
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
+        except (OSError, RuntimeError) as error:
+            # Torch's writer hides what the file system says of a full disk.
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
+            message = f"the checkpoint could not be written ({cause.strerror})"
+            raise type(cause)(cause.errno, message, str(path)) from error
+
+    @override
+    def load_checkpoint(
+        self, path: Any, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
+
+
+def make_durable(trainer: L.Trainer) -> None:
+    """Gives a trainer durable checkpoint files, unless its checkpoints are written in a way of their own."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = DurableCheckpointIO()
+
+
+def newest_checkpoint(directory: str | Path) -> Path:
+    """The newest whole checkpoint under a directory; newer ones that are not whole are named in a warning.
+
+    Args:
+        directory: Of a run, or of its checkpoints.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    found = sorted(Path(directory).rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in found:
+        if path.is_dir() or _is_whole(path):
+            return path
+        rank_zero_warn(f"the checkpoint {path} is not whole and is passed over")
+    raise FileNotFoundError(f"there is no whole checkpoint (*.ckpt) under {str(directory)!r}")
+
+
+def _is_whole(path: Path) -> bool:
+    """True if the archive's directory, which is written last, is there, and what it names reads."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return bool(archive.infolist())
+    except (OSError, zipfile.BadZipFile):
+        return False

@@ -13,7 +13,7 @@ from torch import Tensor
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import RolloutBatch, TaskItem, TeamSample, TokenBatch
-from pbrl_lightning.distributed import gather_by_index
+from pbrl_lightning.distributed import together
 from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.pair_tokens import collate_rows
 from pbrl_lightning.randomness import counted_generator, counted_permutation
@@ -51,6 +51,32 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass
+class _Share:
+    """What one process sampled of a rollout batch: ``R`` responses, the ``G`` of an item together."""
+
+    agent_rows: list[Rows]
+    critic_rows: list[Rows]
+    rewards: Tensor
+    scored: Tensor
+    returns: Tensor
+    old_values: Tensor | None
+    kl: Tensor
+    clamped: Tensor
+    seconds: float
+
+    def of_item(self, row: int, count: int) -> dict[str, Tensor]:
+        """What the other processes need to know of one item."""
+        kept = slice(row * count, (row + 1) * count)
+        known = {
+            "returns": self.returns[:, kept],
+            "kl": torch.stack([self.kl[:, kept], self.clamped[:, kept]]),
+            "rewards": self.rewards[kept],
+            "scored": self.scored[kept],
+        }
+        return known if self.old_values is None else known | {"values": self.old_values[:, kept]}
 
 
 class PolicyLearner(Protocol):
@@ -171,12 +197,41 @@ class RolloutLoader:
         own = everyone[self.rank :: self.world_size]
         # A short rank samples the first item once more, with weight 0, so that all make the same number of steps.
         filled = own + everyone[:1] * (-(-len(everyone) // self.world_size) - len(own))
+        places = [everyone.index(item) for item in filled]
+        share: list[_Share] = []
+
+        def work() -> dict[int, dict[str, Tensor]]:
+            share.append(self._own_share(filled))
+            return {place: share[0].of_item(row, count) for row, place in enumerate(places[: len(own)])}
+
+        everything = _stacked(together(work))
+        everyones_values = everything["values"].transpose(0, 1) if "values" in everything else None
+        advantages = self.learner.advantages(
+            everything["returns"].transpose(0, 1), everyones_values, everything["scored"]
+        )
+        mine = share[0]
+        self._log(everything, len(everyone) * count, _count_tokens(mine.agent_rows) / max(mine.seconds, 1e-9))
+        weights = mine.scored.double()
+        weights[len(own) * count :] = 0.0
+        return Rollout(
+            mine.agent_rows,
+            mine.critic_rows,
+            mine.rewards,
+            mine.returns,
+            advantages[:, places].flatten(1),
+            mine.old_values,
+            weights,
+            everything["scored"],
+        )
+
+    def _own_share(self, filled: list[int]) -> _Share:
+        """Samples and scores these items."""
         items = [self.items[index] for index in filled]
         started = time.monotonic()
         samples = self.team.sample(
             items,
             filled,
-            num_candidates=count,
+            num_candidates=self.learner.num_generations,
             sampling=self.sampling,
             seed=self.seed,
             stream="rollouts",
@@ -189,33 +244,7 @@ class RolloutLoader:
         critic_rows = self.learner.critic_rows(prompts, completions)
         old_values, kl, clamped = self._quantities(agent_rows, critic_rows)
         returns = rewards - self.learner.kl_coef * kl
-        by_item = {
-            "returns": returns.unflatten(1, (-1, count)).transpose(0, 1),
-            "kl": torch.stack([kl, clamped]).unflatten(2, (-1, count)).movedim(2, 0),
-            "rewards": rewards.unflatten(0, (-1, count)),
-            "scored": scored.unflatten(0, (-1, count)),
-        }
-        if old_values is not None:
-            by_item["values"] = old_values.unflatten(1, (-1, count)).transpose(0, 1)
-        everything = _gather(by_item, [everyone.index(item) for item in own])
-        everyones_values = everything["values"].transpose(0, 1) if "values" in everything else None
-        advantages = self.learner.advantages(
-            everything["returns"].transpose(0, 1), everyones_values, everything["scored"]
-        )
-        self._log(everything, len(everyone) * count, _count_tokens(agent_rows) / max(seconds, 1e-9))
-        weights = scored.double()
-        weights[len(own) * count :] = 0.0
-        places = [everyone.index(item) for item in filled]
-        return Rollout(
-            agent_rows,
-            critic_rows,
-            rewards,
-            returns,
-            advantages[:, places].flatten(1),
-            old_values,
-            weights,
-            everything["scored"],
-        )
+        return _Share(agent_rows, critic_rows, rewards, scored, returns, old_values, kl, clamped, seconds)
 
     def _log(self, everything: dict[str, Tensor], num_responses: int, tokens_per_second: float) -> None:
         if self.on_rollout is None:
@@ -342,8 +371,6 @@ def _count_tokens(agent_rows: list[Rows]) -> int:
     return sum(len(response) for rows in agent_rows for _, response in rows)
 
 
-def _gather(by_item: dict[str, Tensor], places: list[int]) -> dict[str, Tensor]:
-    """What all processes have of each item (first dimension), in the order of the items' places."""
-    parts = {place: {name: values[row] for name, values in by_item.items()} for row, place in enumerate(places)}
-    gathered = gather_by_index(parts)
-    return {name: torch.stack([part[name] for part in gathered]) for name in by_item}
+def _stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What all processes have of each item, the items as the first dimension."""
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}

@@ -100,7 +100,8 @@ def test_transformers_serve_answers_every_candidate(transformers_server, api_for
 @pytest.mark.parametrize("api_format", ["openai", "openai_responses", "anthropic"])
 def test_llama_server_answers_every_candidate(llama_server, api_format, prompt):
     url, model = llama_server
-    assert_answers(ask(ApiEndpoint(url + PATHS[api_format], api_format, model), prompt))
+    # It takes no more candidates per request than it has slots (`-np`).
+    assert_answers(ask(ApiEndpoint(url + PATHS[api_format], api_format, model, max_n_per_request=2), prompt))
 
 
 def test_a_run_against_transformers_serve(transformers_server, tmp_path):

@@ -198,13 +198,13 @@ def exchange(monkeypatch, module, logged, **options):
     for rank in (0, 1, 0):
         given[rank], turn = [], iter(range(99))
 
-        def gather(parts, rank=rank, turn=turn):
-            index = next(turn)
+        def gather(work, rank=rank, turn=turn):
+            index, parts = next(turn), work()
             given[rank].append(parts)
             merged = {k: v for both in given.values() if index < len(both) for k, v in both[index].items()}
             return [merged.get(key, merged[0]) for key in range(max(merged) + 1)]  # holes in the first pass alone
 
-        monkeypatch.setattr(rollouts_module, "gather_by_index", gather)
+        monkeypatch.setattr(rollouts_module, "together", gather)
         logged[rank] = []
         found[rank] = run_loader(module, logged[rank], rank=rank, world_size=2, **options)
     return found

@@ -25,6 +25,7 @@ from pbrl_lightning.remote.formats import (
     provider_words,
     read_answer,
     request_body,
+    short,
 )
 
 _log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class ApiClient:
         async def fill(missing: list[int]) -> None:
             empty = 0
             while missing and empty < _EMPTY_ANSWERS:
-                texts = (await self.ask(request, len(missing)))[: len(missing)]
+                texts = await self.ask(request, len(missing))
                 empty += not texts
                 answers = dict(zip(missing, texts, strict=False))
                 missing = missing[len(texts) :]
@@ -135,16 +136,20 @@ class ApiClient:
             num_candidates: Answers wanted; None takes the request's.
 
         Returns:
-            The answers that came, which may be fewer or more; None for a null content or a refusal.
+            The answers that came, at most as many as wanted; None for a null content or a refusal.
 
         Raises:
+            ValueError: If the prompt is empty, which several providers refuse.
             ApiRejectedError: If the endpoint refuses such requests.
             ApiUnavailableError: If attempts or deadline ran out.
         """
-        body = request_body(self.endpoint, request, num_candidates or request.num_candidates)
+        if request.is_empty:
+            raise ValueError("the prompt of a request must not be empty")
+        wanted = num_candidates or request.num_candidates
+        body = request_body(self.endpoint, request, wanted)
         # Held through the waits: while an endpoint is overloaded, others do not use up their attempts.
         async with self._limit:
-            return await self._repeat(body)
+            return (await self._repeat(body))[:wanted]
 
     async def _repeat(self, body: dict[str, Any]) -> list[str | None]:
         endpoint, started = self.endpoint, time.monotonic()
@@ -206,26 +211,42 @@ class ApiClient:
         endpoint = self.endpoint
         headers = {"content-type": "application/json"} | endpoint.request_headers()
         content = json.dumps(body, allow_nan=False)  # ASCII: a lone surrogate of a text can be sent
+        status, answered, data = 0, dict[str, str](), b""
+        failure: _FailedAttemptError | None = None
         try:
             async with (
                 asyncio.timeout(endpoint.timeout),
                 self._http.stream("POST", endpoint.url, content=content, headers=headers) as response,
             ):
-                status, headers = response.status_code, dict(response.headers)
+                status, answered = response.status_code, dict(response.headers)
                 data = await self._read(response)
         except TimeoutError:
-            raise _FailedAttemptError(f"no whole answer within {endpoint.timeout:g} s") from None
+            failure = _FailedAttemptError(f"no whole answer within {endpoint.timeout:g} s")
         except httpx2.HTTPError as error:
             words = endpoint.redact(str(error) or "the connection broke")
-            raise _FailedAttemptError(f"{type(error).__name__}: {words}") from None
-        if status >= 300:
-            self._raise_for_status(status, headers, data)
+            failure = _FailedAttemptError(f"{type(error).__name__}: {words}")
+        except _FailedAttemptError as error:
+            failure = error
+        if status >= 300:  # whatever became of its body
+            self._raise_for_status(status, answered, data)
+        if failure is not None:
+            raise failure
         try:
-            return json.loads(data)
+            return self._clean(json.loads(data))
         except (ValueError, RecursionError):
-            start = endpoint.redact(" ".join(data[:120].decode(errors="replace").split()))
-            kind = headers.get("content-type", "unknown content")
+            start = short(" ".join(endpoint.redact(data.decode(errors="replace")).split()), 120)
+            kind = endpoint.redact(answered.get("content-type", "unknown content"))
             raise _FailedAttemptError(f"the answer is no JSON ({kind}): {start!r}", status) from None
+
+    def _clean(self, value: Any) -> Any:
+        """An answer without the keys that its request was sent with, which a server may repeat."""
+        if isinstance(value, str):
+            return self.endpoint.redact(value)
+        if isinstance(value, list):
+            return [self._clean(entry) for entry in value]
+        if isinstance(value, dict):
+            return {self._clean(name): self._clean(entry) for name, entry in value.items()}
+        return value
 
     async def _read(self, response: httpx2.Response) -> bytes:
         data = bytearray()
@@ -238,10 +259,10 @@ class ApiClient:
 
     def _raise_for_status(self, status: int, headers: dict[str, str], data: bytes) -> None:
         try:
-            body = json.loads(data)
+            body = self._clean(json.loads(data))
         except (ValueError, RecursionError):
-            body = data[:2000].decode(errors="replace")
-        words = self.endpoint.redact(provider_words(body))
+            body = self.endpoint.redact(data.decode(errors="replace"))
+        words = short(provider_words(body)) or "nothing more"
         error = body.get("error") if isinstance(body, dict) else None
         code = error.get("code") or error.get("type") if isinstance(error, dict) else None
         if (status >= 500 or status in _RETRIED_STATUSES) and code not in _REJECTED_CODES:
@@ -253,9 +274,10 @@ class ApiClient:
 
     def _failed_answer(self, error: UnreadableAnswerError | ErrorAnswerError) -> _FailedAttemptError:
         """What an answer with status 200 that is none counts as; raises for one that another attempt will not mend."""
-        words = self.endpoint.redact(str(error))
+        words = str(error)
         if isinstance(error, ErrorAnswerError):
-            code = int(str(error.code)) if str(error.code).isdigit() else error.code
+            digits = str(error.code)
+            code = int(digits) if digits.isascii() and digits.isdecimal() else error.code
             final = isinstance(code, int) and 400 <= code < 500 and code not in _RETRIED_STATUSES
             if final or code in _REJECTED_CODES:
                 raise self._rejected(code if isinstance(code, int) else 200, words)

@@ -39,6 +39,8 @@ _KEY_ENV: Final[dict[ApiKind, str | None]] = {
     "openai_responses": "OPENAI_API_KEY",
 }
 _ENV = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_KEY_FROM_ENV = re.compile(rf"(\w+ +)?{_ENV.pattern}")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _SECRET_NAME = re.compile(r"(proxy-)?authorization|cookie|(x-)?(goog-)?(api[-_]?)?(key|token)|access[-_]token", re.I)
 
 
@@ -95,6 +97,10 @@ class ApiEndpoint:
             problems.append(f"`format` must be one of {', '.join(get_args(ApiFormat))}, got {self.format!r}")
         else:
             problems += self._format_problems()
+        if self.extra_body.get("stream"):
+            problems.append("`extra_body` must not ask for a stream: answers are read whole")
+        if not all(self.response_field.split(".")):
+            problems.append(f"`response_field` must be a dotted path such as 'data.texts', got {self.response_field!r}")
         for name in ("max_concurrency", "max_attempts", "max_response_bytes", "max_n_per_request"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -172,8 +178,8 @@ class ApiEndpoint:
     def redact(self, text: str) -> str:
         """The text without the values of the environment variables that requests are sent with."""
         names = {name for value in self.headers.values() for name in _ENV.findall(value)}
-        for name in (*names, self.key_env or _KEY_ENV[self.kind]):
-            secret = os.environ.get(name or "", "").strip()
+        secrets = {os.environ.get(name or "", "").strip() for name in (*names, self.key_env or _KEY_ENV[self.kind])}
+        for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
             if len(secret) > 3:
                 text = text.replace(secret, "***")
         return text
@@ -186,10 +192,10 @@ class ApiEndpoint:
         if unknown:
             known = ", ".join(PARAMETERS[self.kind])
             problems.append(f"`parameter_names` must name parameters of {self.format!r} ({known}), got {unknown}")
-        if self.extra_body.get("stream"):
-            problems.append("`extra_body` must not ask for a stream: answers are read whole")
-        if not all(self.response_field.split(".")):
-            problems.append(f"`response_field` must be a dotted path such as 'data.texts', got {self.response_field!r}")
+        names = [self.parameter_names.get(name, name) for name in PARAMETERS[self.kind]]
+        twice = sorted({name for name in names if name is not None and names.count(name) > 1})
+        if twice:
+            problems.append(f"`parameter_names` must give every parameter a name of its own, got {twice} twice")
         return problems
 
     def _literal_keys(self) -> list[str]:
@@ -197,12 +203,19 @@ class ApiEndpoint:
         literal = [f"`headers[{name!r}]`" for name, value in self.headers.items() if _is_literal_key(name, value)]
         literal += [f"`extra_body[{name!r}]`" for name in self.extra_body if _is_literal_key(name, "")]
         literal += [f"the parameter {name!r} of `url`" for name, _ in query if _is_literal_key(name, "")]
+        bad = [name for name, value in self.headers.items() if not _is_header(name, value)]
         where = "set `key_env` to the name of an environment variable, or write ${NAME} into a header"
-        return [f"{name} must not hold a key: {where}" for name in literal]
+        return [f"{name} must not hold a key: {where}" for name in literal] + [
+            f"`headers[{name!r}]` must be a header's name and a text of printable ASCII" for name in bad
+        ]
 
 
 def _is_literal_key(name: str, value: str) -> bool:
-    return bool(_SECRET_NAME.fullmatch(name)) and not _ENV.search(value)
+    return bool(_SECRET_NAME.fullmatch(name)) and not _KEY_FROM_ENV.fullmatch(str(value))
+
+
+def _is_header(name: str, value: object) -> bool:
+    return bool(_HEADER_NAME.fullmatch(name)) and isinstance(value, str) and _printable(value)
 
 
 def _environment(name: str) -> str:

@@ -99,18 +99,23 @@ def raise_error_in(body: dict[str, Any]) -> None:
     if error:
         details = error if isinstance(error, dict) else {}
         code = details.get("code") or details.get("status") or details.get("type")
-        raise ErrorAnswerError(provider_words(body), code)
+        raise ErrorAnswerError(short(provider_words(body)), code)
+
+
+def short(text: str, length: int = 400) -> str:
+    """A text for a message, not longer than it is useful."""
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def provider_words(body: Any) -> str:
-    """What an error answer says, in one short line."""
+    """What an error answer says, in one line."""
     words = body
     if isinstance(body, dict):
         words = next((body[name] for name in ("error", "message", "detail") if body.get(name)), body)
         if isinstance(words, dict):
             words = words.get("message") or words
     text = words if isinstance(words, str) else json.dumps(words, ensure_ascii=False)
-    return " ".join(text.split())[:400]
+    return " ".join(text.split())
 
 
 def _generic_body(request: ApiRequest, num_candidates: int) -> dict[str, Any]:
@@ -180,7 +185,18 @@ def _read_generic(body: Any, response_field: str) -> list[str | None]:
         raise UnreadableAnswerError(
             f"`response_field` {response_field!r} must be a list of completions, got {type(found).__name__}"
         )
-    return [_generic_text(entry) for entry in found]
+    if not found and isinstance(body, dict):
+        raise_error_in(body)
+    texts, odd = [], []
+    for entry in found:
+        try:
+            texts.append(_generic_text(entry))
+        except UnreadableAnswerError as error:  # the others are paid for, and good
+            texts.append(None)
+            odd.append(error)
+    if odd and len(odd) == len(found):
+        raise odd[0]
+    return texts
 
 
 def _generic_text(entry: Any) -> str | None:
@@ -188,14 +204,15 @@ def _generic_text(entry: Any) -> str | None:
         return entry
     if isinstance(entry, dict):
         for name in ("text", "content"):
-            if isinstance(entry.get(name), str):
-                return str(entry[name])
+            if isinstance(entry.get(name), str | list):
+                return _block_text(entry[name], "text")
         if "message" in entry:
             return _generic_text(entry["message"])
         if entry.get("text", "") is None or entry.get("content", "") is None:
             return None
+    got = short(json.dumps(entry), 100)
     raise UnreadableAnswerError(
-        f"a completion must be a string or have `text`, `content` or `message.content`, got {json.dumps(entry)[:100]}"
+        f"a completion must be a string or have `text`, `content` or `message.content`, got {got}"
     )
 
 
@@ -204,7 +221,7 @@ def _read_openai(body: dict[str, Any]) -> list[str | None]:
         raise UnreadableAnswerError(f"the answer has no `choices`, but: {', '.join(map(repr, body)) or 'nothing'}")
     texts: list[str | None] = []
     for choice in _objects(body["choices"], "choices"):
-        message = choice.get("message") or {}
+        (message,) = _objects([choice.get("message")], "message")
         if message.get("refusal") or choice.get("finish_reason") == "content_filter":
             texts.append(None)
         else:
@@ -252,5 +269,5 @@ def _objects(value: Any, name: str) -> list[dict[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(entry, dict | None) for entry in value):
-        raise UnreadableAnswerError(f"`{name}` must be a list of objects, got {json.dumps(value)[:100]}")
+        raise UnreadableAnswerError(f"`{name}` must be a list of objects, got {short(json.dumps(value), 100)}")
     return [entry or {} for entry in value]

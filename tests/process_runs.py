@@ -1,0 +1,142 @@
+"""One fit in one or several processes, as a script: ``process_runs.py RUN OPTIONS.json``. Its end is left in files.
+
+Lightning starts the other processes by running this script again.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pbrl_lightning import (
+    AttachedCritics,
+    JointCritic,
+    JointRewardModel,
+    LoraOptions,
+    MARLHFModule,
+    MARLModule,
+    ReferenceKL,
+)
+from training_runs import EVAL_ITEMS, Killer, StopError, make_data, make_module, make_team, make_trainer, text_reward
+
+torch.set_num_threads(1)
+ITEMS = [{"prompt": letter} for letter in "abcdefg"]  # 7: no number of processes divides it
+GLOBAL_BATCH = 4
+
+
+class FirstGradients(Callback):
+    """The gradients of the first optimizer step, as the optimizer sees them."""
+
+    def __init__(self):
+        self.found = {}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if not self.found:
+            named = pl_module.named_parameters()
+            self.found = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+
+
+class Reward:
+    """Ties for some prompts, raises for one on one process; otherwise a number of every agent's text."""
+
+    def __init__(self, ties=(), fails_at=None, fails_on=None):
+        self.ties, self.fails_at, self.fails_on, self.rank = ties, fails_at, fails_on, 0
+
+    def __call__(self, *completions, prompts, batch_items):
+        if self.fails_at in prompts[0] and self.rank == self.fails_on:
+            raise ValueError("the judge is out")
+        scores = text_reward(*completions)
+        return [1.0 if prompt in self.ties else score for prompt, score in zip(prompts[0], scores, strict=True)]
+
+
+def build(kind, world, out, dtype="float64", lora=False, reward=None, accumulate=1, checkpointing=False, **_):
+    """A module and its data; the global batch is the same for every number of processes and batches of a step."""
+    precise = {"dtype": dtype}
+    lora_options = LoraOptions(r=4) if lora else None
+    team = make_team(dtype=dtype, gradient_checkpointing=checkpointing, **({"lora": True} if lora else {}))
+    share = GLOBAL_BATCH // world // accumulate
+    data = {
+        "items": ITEMS,
+        "reward": reward or Reward(),
+        "num_candidates": 5,
+        "batch_size": share,
+        "rollout_batch_size": share,
+        "iterative": kind.endswith("iter"),
+        "replay_dir": str(out / "replay"),
+        "eval_items": EVAL_ITEMS,
+    }
+    if not data["iterative"]:
+        data["pairs_per_sample"] = 3
+    if kind == "madpo":
+        module = make_module(team, num_train_epochs=4)
+    elif kind == "madpo_iter":
+        module = make_module(team, rounds=3, num_train_epochs=1)
+    elif kind.startswith("marlhf"):
+        model = JointRewardModel("builtin:tiny", lora=lora_options, **precise)
+        rounds = {"num_iterations": 2, "num_train_epochs": 2} if data["iterative"] else {"num_train_epochs": 7}
+        module = MARLHFModule(
+            team, reward_model=model, num_reward_epochs=1, learning_rate=1e-3, reward_learning_rate=1e-3, **rounds
+        )
+    else:
+        options = {
+            "magrpo": {"reference_kl": ReferenceKL(0.05)},
+            "maac": {"critic": JointCritic("builtin:tiny", **precise)},
+            "iac": {"critic": AttachedCritics()},
+        }[kind]
+        module = MARLModule(team, rl_algorithm=kind, num_train_epochs=10, learning_rate=1e-3, **options)
+        del data["batch_size"]
+    return module, make_data(data.pop("reward"), **data)
+
+
+def strategy_of(name, world):
+    if world == 1:
+        return "auto"
+    if name == "sharded":
+        return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+    return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
+
+
+def main():
+    run, options = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    out, world = Path(options["out"]), options["world"]
+    fails = options.get("fails", {})
+    reward = Reward(tuple(options.get("ties", ())), fails.get("at"), fails.get("on"))
+    module, data = build(run, **{**options, "out": out, "reward": reward})
+    gradients = FirstGradients()
+    saver = ModelCheckpoint(
+        out / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1, auto_insert_metric_name=False
+    )
+    trainer = make_trainer(
+        out,
+        [gradients, saver, *([Killer(options["stop"])] if "stop" in options else [])],
+        devices=world,
+        strategy=strategy_of(options.get("strategy"), world),
+        max_epochs=-1,
+        accumulate_grad_batches=options.get("accumulate", 1),
+        enable_checkpointing=True,
+        use_distributed_sampler=False,
+    )
+    reward.rank = trainer.global_rank
+    try:
+        trainer.fit(module, data, ckpt_path=options.get("resume"), weights_only=True)
+    except StopError:
+        return
+    trained = {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
+    end = {
+        "weights": trained,
+        "gradients": gradients.found,
+        "steps": trainer.global_step,
+        "env_step": data.env_step,
+        "rounds": [(r.collected_pairs, r.train_pairs, r.reward_mean, r.comparator_reward_mean) for r in data.rounds],
+        "evaluations": [c.results for c in trainer.callbacks if hasattr(c, "results")],
+    }
+    torch.save(end, out / f"end_{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

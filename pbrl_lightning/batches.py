@@ -57,12 +57,14 @@ class TeamSample:
         prompts: ``N`` prompt texts.
         responses: ``N`` lists; ``responses[i]`` maps candidate index to response. An index may be missing.
         prompt_ids: ``N`` lists of token ids as the agents read them (after cutting), None where unknown.
+        joint_tokens: Tokens that were sampled, where they belong to no single agent (a joint text taken apart).
     """
 
     item_index: int
     prompts: list[str]
     responses: list[dict[int, Response]]
     prompt_ids: list[list[int]] | None = None
+    joint_tokens: int = 0
 
     @classmethod
     def of(cls, item_index: int, answers: Sequence[AgentAnswer]) -> TeamSample:
@@ -80,6 +82,12 @@ class TeamSample:
         """Candidate indices that every agent has, ascending."""
         shared = set(self.responses[0]).intersection(*self.responses[1:])
         return sorted(shared)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled for all responses."""
+        said = sum(len(response.token_ids) for responses in self.responses for response in responses.values())
+        return said + self.joint_tokens
 
     def completions(self, index: int) -> list[str]:
         """The joint response of one candidate index: ``N`` texts."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from pbrl_lightning.agents.roles import JointRoles
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.batches import EvaluationBatch, TaskItem, TeamSample
+from pbrl_lightning.batches import EvaluationBatch, Response, TaskItem, TeamSample
 from pbrl_lightning.distributed import this_process, together
 from pbrl_lightning.preferences.oracle import Oracle, accepted_keywords
 
@@ -51,7 +52,7 @@ class Evaluator:
                 raise TypeError(f"`eval_metrics` must return a dict of numbers, got {type(own).__name__}")
         return EvaluationBatch(
             rewards=torch.tensor([reward for _, rewards in parts for reward in rewards], dtype=torch.float64),
-            samples=samples,
+            samples=samples if team.roles is None else [_by_role(team.roles, self.items, sample) for sample in samples],
             metrics={name: float(value) for name, value in own.items()},
         )
 
@@ -76,6 +77,15 @@ class Evaluator:
         rewards = [math.nan if score is None else score.value for score in scores]
         by_sample = [rewards[start : start + num_responses] for start in range(0, len(rewards), num_responses)]
         return dict(zip(places, zip(samples, by_sample, strict=True), strict=True))
+
+
+def _by_role(roles: JointRoles, items: list[TaskItem], sample: TeamSample) -> TeamSample:
+    """A joint text's responses, role by role, to be looked at."""
+    said: list[dict[int, Response]] = [{} for _ in range(len(roles))]
+    for index, response in sample.responses[0].items():
+        for role, text in enumerate(roles.split(response.text) or [""] * len(roles)):
+            said[role][index] = Response(text, [], response.finished)
+    return TeamSample(sample.item_index, roles.prompts(items[sample.item_index]), said)
 
 
 def _columns(

@@ -50,7 +50,8 @@ class TagAdapter(JointAdapter):
         True
     """
 
-    _TAG = re.compile(r"<\s*(/?)\s*agent[\s_]*(\d{1,9})\s*>", re.IGNORECASE)
+    # Nothing optional between two runs of spaces: the time is linear in the text.
+    _TAG = re.compile(r"<\s*(?:(/)\s*)?agent[\s_]*(\d{1,9})\s*>", re.IGNORECASE)
 
     @override
     def build(self, item: TaskItem, prompts: Sequence[str]) -> str:
@@ -105,13 +106,16 @@ class JointRoles:
         """The ``N`` responses in a joint text, None if it holds none.
 
         Raises:
-            ValueError: If the adapter gives another number of responses.
+            ValueError: If the adapter gives anything but ``N`` texts.
         """
         parts = self.adapter.parse(text, len(self))
-        if parts is not None and len(parts) != len(self):
-            name = type(self.adapter).__name__
-            raise ValueError(f"`{name}.parse` must give {len(self)} responses or None, got {len(parts)}")
-        return parts
+        if parts is None:
+            return None
+        texts = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
+        if not texts or len(parts) != len(self):
+            name, got = type(self.adapter).__name__, len(parts) if texts else repr(parts)
+            raise ValueError(f"`{name}.parse` must give {len(self)} responses or None, got {got}")
+        return list(parts)
 
     def view(
         self, items: Sequence[TaskItem], joint_texts: Sequence[str], counts: dict[str, int]

@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from pbrl_lightning.agents.loading import warn_once
-from pbrl_lightning.agents.prompts import Formatter, plain_text, resolve_formatters
+from pbrl_lightning.agents.prompts import Formatter, plain_text
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample
@@ -52,18 +52,12 @@ class ApiComparator(Comparator):
     @override
     def check(self, team: AgentTeam) -> None:
         super().check(team)
-        self._formatters(team)
         self.endpoint.check()
 
     @override
     @contextmanager
     def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
-        yield ApiSpeaker(self.endpoint, self._formatters(team), phase, team.counts)
-
-    def _formatters(self, team: AgentTeam) -> list[Formatter]:
-        if self.formatters is None:
-            return team.formatters
-        return resolve_formatters(self.formatters, team.num_agents)
+        yield ApiSpeaker(self.endpoint, self.role_formatters(team) or team.formatters, phase, team.counts)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from pbrl_lightning.agents.prompts import Formatter, resolve_formatters
 from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
@@ -83,6 +84,7 @@ class Comparator(ABC):
             raise ValueError(f"the comparator's `num_candidates` must be >= 1 or null, got {num_candidates}")
         self.num_candidates = num_candidates
         self.centralized = centralized
+        self.formatters: Any = None
 
     @abstractmethod
     def session(self, team: AgentTeam, phase: CollectionPhase) -> AbstractContextManager[Speaker]:
@@ -99,15 +101,22 @@ class Comparator(ABC):
     @contextmanager
     def open(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
         """A session whose speaker answers as the team does: role by role, or for a centralised team jointly."""
+        own = self.role_formatters(team)
         with self.session(team, phase) as speaker:
             if team.roles is not None:
-                yield JointSpeaker(speaker, 0, team.roles, team.counts, split=False)
+                roles = team.roles if own is None else JointRoles(own, team.roles.adapter)
+                yield JointSpeaker(speaker, 0, roles, team.counts, split=False)
             elif self.centralized is not None:
-                formatters = getattr(speaker, "formatters", team.formatters)
-                roles = JointRoles(formatters, self.centralized.adapter or TagAdapter())
+                roles = JointRoles(own or team.formatters, self.centralized.adapter or TagAdapter())
                 yield JointSpeaker(speaker, self.centralized.agent_index, roles, team.counts, split=True)
             else:
                 yield speaker
+
+    def role_formatters(self, team: AgentTeam) -> list[Formatter] | None:
+        """The comparator's own prompts, one per role; None where it takes the actors'."""
+        if self.formatters is None:
+            return None
+        return resolve_formatters(self.formatters, team.num_agents if team.roles is None else len(team.roles))
 
     def check(self, team: AgentTeam) -> None:
         """Finds what is wrong with the options for this team; loads nothing.
@@ -115,6 +124,7 @@ class Comparator(ABC):
         Raises:
             ValueError: If it cannot answer for the team.
         """
+        self.role_formatters(team)
         if self.centralized is None:
             return
         if team.roles is not None:

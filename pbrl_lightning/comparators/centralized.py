@@ -69,8 +69,8 @@ class JointSpeaker:
             item_index,
             self.roles.prompts(item),
             [
-                # The tokens of a joint text belong to no single role.
                 {k: Response(texts[role], [], answer.responses[k].finished) for k, texts in parts.items()}
                 for role in range(len(self.roles))
             ],
+            joint_tokens=sum(len(response.token_ids) for response in answer.responses.values()),
         )

@@ -108,7 +108,7 @@ class ModelComparator(Comparator):
                 self.devices,
                 dtype=self.dtype,
                 tokenizers=self.tokenizers,
-                formatters=self.formatters,
+                formatters=self.role_formatters(team) if team.roles is None else None,
             )
         yield self._team
 

@@ -187,7 +187,7 @@ class Collector:
             )
             for pair in kept
         ]
-        return Collection(pairs, list(values.values()), [], len(sample.joint_indices), 0, _count_tokens(sample))
+        return Collection(pairs, list(values.values()), [], len(sample.joint_indices), 0, sample.num_tokens)
 
     def _against(
         self,
@@ -224,7 +224,7 @@ class Collector:
         actor_rewards = [score.value for score in actor_scores.values()]
         other_rewards = [score.value for score in other_scores.values()]
         said = len(other.joint_indices)
-        num_tokens = _count_tokens(actor) + _count_tokens(other)
+        num_tokens = actor.num_tokens + other.num_tokens
         return Collection(pairs, actor_rewards, other_rewards, len(actor.joint_indices) + said, said, num_tokens)
 
 
@@ -236,7 +236,3 @@ def _tokens(sample: TeamSample, winner: int, loser: int) -> PairTokens | None:
     if sample.prompt_ids is None:
         return None
     return PairTokens(sample.prompt_ids, sample.token_ids(winner), sample.token_ids(loser))
-
-
-def _count_tokens(sample: TeamSample) -> int:
-    return sum(len(response.token_ids) for responses in sample.responses for response in responses.values())

@@ -98,6 +98,7 @@ def sample_to_json(sample: TeamSample) -> dict[str, Any]:
             [[index, said.text, said.token_ids, said.finished] for index, said in responses.items()]
             for responses in sample.responses
         ],
+        "joint_tokens": sample.joint_tokens,
     }
 
 
@@ -107,7 +108,7 @@ def sample_from_json(item_index: int, data: dict[str, Any]) -> TeamSample:
         {index: Response(text, ids, finished) for index, text, ids, finished in entries}
         for entries in data["responses"]
     ]
-    return TeamSample(item_index, data["prompts"], responses, data["prompt_ids"])
+    return TeamSample(item_index, data["prompts"], responses, data["prompt_ids"], data["joint_tokens"])
 
 
 def _read(path: Path) -> dict[Key, Any]:

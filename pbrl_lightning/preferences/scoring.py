@@ -176,14 +176,17 @@ class JudgeScorer:
         self, items: list[TaskItem], duels: list[tuple[int, tuple[TeamSample, int], tuple[TeamSample, int]]]
     ) -> list[float | None]:
         limit = asyncio.Semaphore(self.max_concurrency)
+        candidates = {(id(sample), index): (row, sample, index) for row, *sides in duels for sample, index in sides}
+        roles = {key: self._by_role(items[row], sample, index) for key, (row, sample, index) in candidates.items()}
 
         async def one(row: int, first: tuple[TeamSample, int], second: tuple[TeamSample, int]) -> float | None:
             sample, index = first
             other_side = "actors" if sample is second[0] else "comparator"
             key: Key = ("verdict", self._by, sample.item_index, index, other_side, second[1])
             if key not in self.journal:
+                shown = [roles[id(side), candidate] for side, candidate in (first, second)]
                 async with limit:
-                    verdict = await self._compare(items[row], first, second)
+                    verdict = await self._compare(items[row], sample.item_index, *shown)
                 self.journal.add([(key, verdict)])
             return self._counted(self.journal[key], sample.item_index)
 
@@ -193,18 +196,22 @@ class JudgeScorer:
 
         return run_to_end(every)
 
+    def _by_role(self, item: TaskItem, sample: TeamSample, index: int) -> tuple[list[str], list[str]]:
+        """Prompts and responses of one candidate, one of each per role."""
+        prompts, texts = self.view([item], [[p] for p in sample.prompts], [[t] for t in sample.completions(index)])
+        return [column[0] for column in prompts], [column[0] for column in texts]
+
     async def _compare(
-        self, item: TaskItem, first: tuple[TeamSample, int], second: tuple[TeamSample, int]
+        self,
+        item: TaskItem,
+        item_index: int,
+        first: tuple[list[str], list[str]],
+        second: tuple[list[str], list[str]],
     ) -> float | None:
-        sides = []
-        for sample, index in (first, second):
-            prompts, texts = self.view([item], [[p] for p in sample.prompts], [[t] for t in sample.completions(index)])
-            sides.append([column[0] for column in texts])
-        asked = [column[0] for column in prompts]
         name = f"{type(self.judge).__name__}.compare"
-        where = f"task item {first[0].item_index}"
+        where = f"task item {item_index}"
         try:
-            verdict = await self.judge.compare(sides[0], sides[1], prompts=asked, item=item)
+            verdict = await self.judge.compare(first[1], second[1], prompts=first[0], item=item)
         except Exception as error:
             raise OracleError(f"`{name}` raised {type(error).__name__} for {where}: {error}") from error
         if verdict is None:

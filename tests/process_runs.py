@@ -1,6 +1,6 @@
-"""One fit in one or several processes, as a script: ``process_runs.py RUN OPTIONS.json``. Its end is left in files.
+"""Fits in one or several processes, as a script: ``process_runs.py JOBS.json``. The ends of the fits are left in files.
 
-Lightning starts the other processes by running this script again.
+The jobs run one after the other in the same processes, which need not import everything again.
 """
 
 import json
@@ -101,16 +101,14 @@ def strategy_of(name, world):
     return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
 
 
-def main():
-    run, options = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+def run_job(options):
     out, world = Path(options["out"]), options["world"]
     fails = options.get("fails", {})
     reward = Reward(tuple(options.get("ties", ())), fails.get("at"), fails.get("on"))
-    module, data = build(run, **{**options, "out": out, "reward": reward})
+    module, data = build(options["run"], **{**options, "out": out, "reward": reward})
     gradients = FirstGradients()
-    saver = ModelCheckpoint(
-        out / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1, auto_insert_metric_name=False
-    )
+    every = {"every_n_train_steps": 1, "save_top_k": -1, "auto_insert_metric_name": False}
+    saver = ModelCheckpoint(out / "checkpoints", "{step}", **every)
     trainer = make_trainer(
         out,
         [gradients, saver, *([Killer(options["stop"])] if "stop" in options else [])],
@@ -139,4 +137,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        run_job(job)

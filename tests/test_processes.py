@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -12,32 +14,65 @@ import torch
 
 from training_runs import round_files
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "process_runs.py"
 RUNS = ["madpo", "madpo_iter", "marlhf", "marlhf_iter", "magrpo", "maac", "iac"]
-SLOW = pytest.mark.slow
+ITERATIVE = ["madpo_iter", "marlhf_iter"]
+TIES = ["b", "d", "f"]  # of two processes, the second one's items: none of them gives a pair
+STOP = 8  # within the second round
+
+SAME = {run: {"run": run} for run in RUNS}
+SAME |= {f"{run} float32": {"run": run, "dtype": "float32"} for run in ITERATIVE}
+SAME |= {f"{run} ties": {"run": run, "ties": TIES} for run in ITERATIVE}
+SAME |= {"lora": {"run": "madpo_iter", "lora": True, "checkpointing": True}}
+STOPPED = {f"{run} stopped": {"run": run, "stop": STOP} for run in ITERATIVE}
 
 
-def fit(root, run, world, timeout=240, check=True, **options):
-    """Runs a fit to its end; gives every process's report, or the finished process of one that need not succeed."""
-    out = root / f"{run}_{world}_{len(list(root.iterdir()))}"
-    out.mkdir()
-    (out / "options.json").write_text(json.dumps({"out": str(out), "world": world, **options}))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT"):
-        environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), run, str(out / "options.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    if not check:
-        return done, out
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    if "stop" in options:
-        return out
-    return [torch.load(out / f"end_{rank}.pt") for rank in range(world)], round_files(out / "replay")
+def start(root, jobs, world):
+    """Starts the processes of a list of jobs; each leaves its files in a directory of its job's name."""
+    for job in jobs:
+        Path(job["out"]).mkdir(parents=True)
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "NODE_RANK": "0"}
+    processes = []
+    for rank in range(world):
+        own = {**place, "LOCAL_RANK": str(rank)} if world > 1 else {}
+        log = (root / f"log_{rank}.txt").open("w")
+        command = [sys.executable, "-W", "ignore", str(SCRIPT), str(root / "jobs.json")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
+        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    return processes
+
+
+def run_jobs(root, jobs, world, timeout=600):
+    root.mkdir()
+    listed = [{**job, "out": str(root / name), "world": world} for name, job in jobs.items()]
+    for rank, process in enumerate(start(root, listed, world)):
+        assert process.wait(timeout) == 0, (root / f"log_{rank}.txt").read_text()[-6000:]
+    return root
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The same jobs in one process and in two, and what was stopped in one resumed in the other."""
+    root = tmp_path_factory.mktemp("processes")
+    jobs = {**SAME, **STOPPED}
+    for world in (1, 2):
+        run_jobs(root / str(world), {**jobs, "accumulated": {"run": "madpo", "accumulate": world}}, world)
+    for world, other in ((1, 2), (2, 1)):
+        resumed = {}
+        for name, job in STOPPED.items():
+            checkpoint = root / str(other) / name / "checkpoints" / f"{STOP}.ckpt"
+            resumed[name] = {"run": job["run"], "resume": str(checkpoint)}
+        run_jobs(root / f"resumed in {world}", resumed, world)
+    return root
+
+
+def ends(root, name, world):
+    return [torch.load(root / name / f"end_{rank}.pt") for rank in range(world)]
 
 
 def gap(first, second):
@@ -46,77 +81,68 @@ def gap(first, second):
     return max((first[name].double() - second[name].double()).abs().max().item() for name in first)
 
 
-def assert_same_run(one, two, tolerance):
-    (alone,), files = one
-    ends, other_files = two
-    assert files == other_files
-    for end in ends:
-        for name in ("steps", "env_step", "rounds", "evaluations"):
-            assert end[name] == alone[name], name
+def assert_same_run(root, name, tolerance):
+    (alone,), both = ends(root / "1", name, 1), ends(root / "2", name, 2)
+    assert round_files(root / "1" / name / "replay") == round_files(root / "2" / name / "replay")
+    for end in both:
+        for what in ("steps", "env_step", "rounds", "evaluations"):
+            assert end[what] == alone[what], what
         assert gap(end["weights"], alone["weights"]) < tolerance
-    assert gap(ends[0]["weights"], ends[1]["weights"]) == 0  # B74: the same on both
+    assert gap(both[0]["weights"], both[1]["weights"]) == 0  # B74: the same on both
+    return alone
 
 
-@pytest.mark.parametrize("run", ["madpo_iter", *(pytest.param(run, marks=SLOW) for run in RUNS if run != "madpo_iter")])
-def test_fault_B74_B77_two_processes_are_one(tmp_path, run):
-    one = fit(tmp_path, run, 1)
-    assert one[0][0]["steps"] >= 20
-    assert_same_run(one, fit(tmp_path, run, 2), 1e-9)
+@pytest.mark.parametrize("run", RUNS)
+def test_fault_B74_B77_two_processes_are_one(ran, run):
+    assert assert_same_run(ran, run, 1e-9)["steps"] >= 20
 
 
-@SLOW
-@pytest.mark.parametrize("run", ["madpo_iter", "marlhf_iter"])
-def test_first_gradients_of_two_processes_in_float32(tmp_path, run):
-    (alone,), _ = fit(tmp_path, run, 1, dtype="float32")
-    for end in fit(tmp_path, run, 2, dtype="float32")[0]:
+@pytest.mark.parametrize("run", ITERATIVE)
+def test_first_gradients_of_two_processes_in_float32(ran, run):
+    (alone,) = ends(ran / "1", f"{run} float32", 1)
+    for end in ends(ran / "2", f"{run} float32", 2):
         assert gap(end["gradients"], alone["gradients"]) < 1e-6
 
 
-@SLOW
-def test_fault_B64_adapters_on_one_backbone_with_checkpointing(tmp_path):
-    one = fit(tmp_path, "madpo_iter", 1, lora=True, checkpointing=True)
+def test_fault_B64_adapters_on_one_backbone_with_checkpointing(ran):
     # Adapters are float32, and Adam makes much of the last bit of a small gradient.
-    assert_same_run(one, fit(tmp_path, "madpo_iter", 2, lora=True, checkpointing=True), 1e-5)
+    assert_same_run(ran, "lora", 1e-5)
 
 
-@SLOW
-@pytest.mark.parametrize("run", ["madpo_iter", "marlhf_iter"])
-def test_an_item_without_pairs_on_one_process(tmp_path, run):
-    ties = ["b", "d", "f"]  # the second process's items: none of them gives a pair
-    one = fit(tmp_path, run, 1, ties=ties)
-    prompts = {record["prompts"][0] for file in one[1].values() for record in file["pairs"]}
+@pytest.mark.parametrize("run", ITERATIVE)
+def test_items_without_pairs_on_one_process(ran, run):
+    assert_same_run(ran, f"{run} ties", 1e-9)
+    files = round_files(ran / "2" / f"{run} ties" / "replay")
+    prompts = {record["prompts"][0] for file in files.values() for record in file["pairs"]}
     assert prompts
-    assert not prompts & set(ties)
-    assert_same_run(one, fit(tmp_path, run, 2, ties=ties), 1e-9)
+    assert not prompts & set(TIES)
 
 
-@SLOW
-def test_accumulation_in_two_processes(tmp_path):
-    assert_same_run(fit(tmp_path, "madpo", 1), fit(tmp_path, "madpo", 2, accumulate=2), 1e-9)
+def test_accumulation_in_two_processes(ran):
+    assert_same_run(ran, "accumulated", 1e-9)
 
 
-@SLOW
+@pytest.mark.parametrize("run", ITERATIVE)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_with_another_number_of_processes(ran, run, world):
+    (whole,) = ends(ran / "1", run, 1)
+    name = f"{run} stopped"
+    for end in ends(ran / f"resumed in {world}", name, world):
+        assert end["steps"] == whole["steps"]
+        assert end["rounds"] == whole["rounds"]
+        assert gap(end["weights"], whole["weights"]) < 1e-9
+    before, after = ran / str(3 - world) / name, ran / f"resumed in {world}" / name
+    files = round_files(before / "replay") | round_files(after / "replay")
+    assert files == round_files(ran / "1" / run / "replay")
+
+
 @pytest.mark.parametrize("run", ["madpo_iter", "magrpo"])
 def test_fault_B76_a_failure_on_one_process_ends_both_and_says_why(tmp_path, run):
     started = time.monotonic()
-    done, _ = fit(tmp_path, run, 2, check=False, fails={"at": "d", "on": 1})
-    assert done.returncode != 0
+    job = {"run": run, "out": str(tmp_path / "out"), "world": 2, "fails": {"at": "d", "on": 1}}
+    for process in start(tmp_path, [job], 2):
+        assert process.wait(120) != 0
     assert time.monotonic() - started < 120
-    assert "`Reward` raised ValueError for task item 3" in done.stderr
-    assert "the judge is out" in done.stderr
-    assert "OtherProcessError: process 1 failed: OracleError" in done.stderr
-
-
-@SLOW
-@pytest.mark.parametrize("run", ["madpo_iter", "marlhf_iter"])
-@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path, run, first, then):
-    whole = fit(tmp_path, run, 1)
-    step = 8  # within the second round
-    stopped = fit(tmp_path, run, first, stop=step)
-    checkpoint = stopped / "checkpoints" / f"{step}.ckpt"
-    ends, _ = fit(tmp_path, run, then, resume=str(checkpoint))
-    assert ends[0]["steps"] == whole[0][0]["steps"]
-    assert ends[0]["rounds"] == whole[0][0]["rounds"]
-    assert gap(ends[0]["weights"], whole[0][0]["weights"]) < 1e-9
-    assert round_files(stopped / "replay") == whole[1]
+    other, failed = ((tmp_path / f"log_{rank}.txt").read_text() for rank in range(2))
+    assert re.search(r"OracleError: `Reward` raised ValueError for task items? (1 to )?3 .*: the judge is out", failed)
+    assert "OtherProcessError: process 1 failed: OracleError: `Reward` raised ValueError for task item" in other

@@ -43,8 +43,10 @@ class ComparatorHistory(RoundCallback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # A resumed run has a new log directory; what it compares against lies in the old one.
-        if state_dict["directory"] is not None:
-            self._directory = Path(self.dirpath or state_dict["directory"])
+        directory = self.dirpath or state_dict["directory"]
+        # A checkpoint may come from elsewhere: what it names is written to only if it is such a directory.
+        if directory is not None and (self.dirpath or (Path(directory) / history_name(0)).is_dir()):
+            self._directory = Path(directory)
 
     @override
     def on_round_start(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:

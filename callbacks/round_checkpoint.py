@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import lightning as L
 from typing_extensions import override
 
 from pbrl_lightning.rounds import RoundCallback
+
+_NAME = re.compile(r"round_\d+\.ckpt")
 
 
 class RoundCheckpoint(RoundCallback):
@@ -28,13 +31,14 @@ class RoundCheckpoint(RoundCallback):
         if directory is None or trainer.fast_dev_run or not trainer.datamodule.rounds:  # type: ignore[attr-defined]
             return
         path = Path(directory) / f"round_{round_number:04d}.ckpt"
-        before, self._last = self._last, str(path)
+        before, self._last = self._last, path.name
         trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
         if trainer.is_global_zero:
             if not path.exists():  # Lightning says nothing where it may not write
                 raise OSError(f"the checkpoint {path} could not be written")
-            if before is not None and before != self._last:
-                Path(before).unlink(missing_ok=True)
+            # A name alone, of this run's own directory: a checkpoint from elsewhere must not name files to remove.
+            if before is not None and before != self._last and _NAME.fullmatch(before):
+                path.with_name(before).unlink(missing_ok=True)
         trainer.datamodule.pair_source.drop_journals()  # type: ignore[attr-defined]
 
     @override

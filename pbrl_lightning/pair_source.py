@@ -20,7 +20,7 @@ from pbrl_lightning.preferences.collector import Collection, Collector
 from pbrl_lightning.preferences.fingerprint import fingerprint, team_digest
 from pbrl_lightning.preferences.journal import CollectionJournal
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
-from pbrl_lightning.preferences.round_files import RoundStore
+from pbrl_lightning.preferences.round_files import RoundStore, owned_by
 from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
 from pbrl_lightning.randomness import counted_generator, counted_permutation
 from pbrl_lightning.rounds import RoundRecord, notify
@@ -172,8 +172,10 @@ class PairSource:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._scratch = tempfile.TemporaryDirectory(prefix="pbrl_")  # a trial claims no directory
             return Path(self._scratch.name)
-        if self._replay_dir is None and self._restored_dir is not None:
-            return Path(self._restored_dir)
+        restored, directory = self._restored_store, Path(self._restored_dir or "")
+        # A checkpoint may come from elsewhere: what it names is written to only if it is this run's own.
+        if self._replay_dir is None and restored is not None and owned_by(directory, restored["run_id"]):
+            return directory
         return self._replay_dir or Path(trainer.log_dir or trainer.default_root_dir) / "replay"
 
     def state_dict(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ __all__ = [
     "RoundEntry",
     "RoundFileError",
     "RoundStore",
+    "owned_by",
     "pair_from_record",
     "pair_to_record",
     "read_pairs",
@@ -283,14 +284,21 @@ class RoundStore:
 
         Raises:
             ForeignReplayError: If the store was opened by another run before.
+            RoundFileError: If an entry does not name a round file.
         """
         if self._claimed and state["run_id"] != self.run_id:
             raise ForeignReplayError(
                 f"`replay_dir` {self.directory} was opened by run {self.run_id!r}, the checkpoint is of run "
                 f"{state['run_id']!r}; load the checkpoint before the store is opened"
             )
-        self.run_id = state["run_id"]
-        self.entries = [RoundEntry(**entry) for entry in state["entries"]]
+        entries = [RoundEntry(**entry) for entry in state["entries"]]
+        for entry in entries:
+            # Files are written under these names: a checkpoint from elsewhere must not lead out of the directory.
+            if not _ROUND_NAME.fullmatch(entry.file) or not re.fullmatch(r"[0-9a-f]{64}", entry.sha256):
+                raise RoundFileError(
+                    f"the checkpoint names a round file {entry.file!r}, which is none of this library's"
+                )
+        self.run_id, self.entries = state["run_id"], entries
         self._cache.clear()
         self._verified.clear()
 
@@ -334,6 +342,13 @@ class RoundStore:
                 f"`replay_dir` {self.directory} holds round files of an unknown run ({rounds[0]} …, no run.json); "
                 "choose another `replay_dir` or remove it"
             )
+
+
+def owned_by(directory: Path, run_id: str) -> bool:
+    """True if a directory is the replay directory of this run."""
+    with contextlib.suppress(OSError, ForeignReplayError):
+        return RoundStore(directory)._read_owner() == run_id
+    return False
 
 
 def _write(path: Path, data: bytes, exclusive: bool = False) -> None:

@@ -50,12 +50,7 @@ class ComparatorHistory(RoundCallback):
 
     @override
     def on_round_start(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="pbrl_")  # a trial leaves nothing
-            self._directory = Path(self._scratch.name)
-        elif self._directory is None:
-            self._directory = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "history")
-        trainer.datamodule.pair_source.history_dir = self._directory  # type: ignore[attr-defined]
+        trainer.datamodule.pair_source.history_dir = self._place(trainer)  # type: ignore[attr-defined]
         if round_number == 1:
             self._save(trainer, pl_module, 0)
 
@@ -63,14 +58,23 @@ class ComparatorHistory(RoundCallback):
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
         self._save(trainer, pl_module, round_number)
         lag = getattr(trainer.datamodule.comparator, "needs_history", None)  # type: ignore[attr-defined]
-        if lag is None or self.keep_all or not trainer.is_global_zero or self._directory is None:
+        if lag is None or self.keep_all or not trainer.is_global_zero:
             return
         # Round v + 1 needs the policy after round v + 1 - k; everything older will never be asked for.
         for completed in range(1, round_number + 1 - lag):
-            shutil.rmtree(self._directory / history_name(completed), ignore_errors=True)
+            shutil.rmtree(self._place(trainer) / history_name(completed), ignore_errors=True)
+
+    def _place(self, trainer: L.Trainer) -> Path:
+        """Where the checkpoints go; to be asked for by every process, of which the first tells the others."""
+        if self._directory is None and trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._scratch = tempfile.TemporaryDirectory(prefix="pbrl_")  # a trial leaves nothing
+            self._directory = Path(self._scratch.name)
+        elif self._directory is None:
+            self._directory = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "history")
+        return self._directory
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule, completed: int) -> None:
-        assert self._directory is not None  # set at the start of the round
+        directory = self._place(trainer)
         if trainer.is_global_zero:
-            pl_module.team.save(self._directory / history_name(completed))  # type: ignore[union-attr,operator]
+            pl_module.team.save(directory / history_name(completed))  # type: ignore[union-attr,operator]
         trainer.strategy.barrier()

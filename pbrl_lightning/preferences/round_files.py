@@ -295,9 +295,7 @@ class RoundStore:
         for entry in entries:
             # Files are written under these names: a checkpoint from elsewhere must not lead out of the directory.
             if not _ROUND_NAME.fullmatch(entry.file) or not re.fullmatch(r"[0-9a-f]{64}", entry.sha256):
-                raise RoundFileError(
-                    f"the checkpoint names a round file {entry.file!r}, which is none of this library's"
-                )
+                raise RoundFileError(f"the checkpoint names {entry.file!r}, which is no round file of this library")
         self.run_id, self.entries = state["run_id"], entries
         self._cache.clear()
         self._verified.clear()

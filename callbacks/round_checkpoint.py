@@ -25,6 +25,11 @@ class RoundCheckpoint(RoundCallback):
         self._last: str | None = None
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            trainer.datamodule.pair_source.drop_stale_journals(trainer)  # type: ignore[attr-defined]
+
+    @override
     def on_round_prepared(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
         directories = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
         directory = next((directory for directory in directories if directory), None)

@@ -19,6 +19,7 @@ from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.pair_source import PairSource, held_out_split
 from pbrl_lightning.preferences.collector import Collector
+from pbrl_lightning.preferences.fingerprint import fingerprint
 from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.pair_tokens import PairLoader, pairs_from_state, pairs_to_state
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
@@ -75,9 +76,9 @@ class PreferenceDataModule(L.LightningDataModule):
     def __init__(
         self,
         items: Any = None,
-        reward_func: Callable[..., Any] | str | None = None,
+        reward_func: str | Callable[..., Any] | None = None,
         *,
-        reward_processor: Callable[[float], float] | str | None = None,
+        reward_processor: str | Callable[[float], float] | None = None,
         eval_items: Any = None,
         eval_metrics: Callable[..., dict[str, float]] | None = None,
         comparator: Comparator | None = None,
@@ -101,7 +102,7 @@ class PreferenceDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.comparator = comparator
-        self.judge = judge
+        self.judge, self._judge_identity = judge, fingerprint(judge)
         self.max_concurrency = max_concurrency
         self.replay = replay or CurrentReplay()
         self.num_candidates = num_candidates or (80 if comparator is None else 20)
@@ -390,6 +391,7 @@ class PreferenceDataModule(L.LightningDataModule):
             self.comparator,
             self.judge,
             self.max_concurrency,
+            self._judge_identity,
         )
 
     def _end_round(self) -> None:

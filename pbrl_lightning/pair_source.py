@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 import uuid
@@ -25,6 +26,8 @@ from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
 from pbrl_lightning.randomness import counted_generator, counted_permutation
 from pbrl_lightning.rounds import RoundRecord, notify
 
+_JOURNAL_NAME = re.compile(r"round_\d{4,}-[0-9a-f]{32}")
+
 
 class PairSource:
     """Collects a round's pairs, writes its file, and lets replay choose what the round trains on.
@@ -45,6 +48,7 @@ class PairSource:
         self._replay_dir = Path(replay_dir) if replay_dir is not None else None
         self._store: RoundStore | None = None
         self._journals: list[CollectionJournal] = []
+        self._stale_journals: list[str] = []
         self._restored_store: dict[str, Any] | None = None
         self._restored_dir: str | None = None
 
@@ -122,8 +126,9 @@ class PairSource:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return CollectionJournal(None)
         team: AgentTeam = trainer.lightning_module.team  # type: ignore[assignment]
+        comparator = collector.comparator.identity() if collector.comparator is not None else None
         name = fingerprint(
-            [round_number, items, collector.seed, collector.num_candidates, collector.sampling, collector.comparator],
+            [round_number, items, collector.seed, collector.num_candidates, collector.sampling, comparator],
             [team_digest(team), team.formatters, team.max_prompt_length],
         )
         directory = Path(trainer.default_root_dir) / "journal" / f"round_{round_number:04d}-{from_rank_zero(name)}"
@@ -132,6 +137,12 @@ class PairSource:
             rank_zero_info(f"round {round_number} goes on from the journal of an earlier start, {directory}")
         self._journals.append(journal)
         return journal
+
+    def drop_stale_journals(self, trainer: L.Trainer) -> None:
+        """Removes journals that the checkpoint a run goes on from has made needless."""
+        for name in self._stale_journals:
+            CollectionJournal(Path(trainer.default_root_dir) / "journal" / name).remove()
+        self._stale_journals.clear()
 
     def drop_journals(self) -> None:
         """Removes the journals of rounds whose pairs are safe: in a checkpoint, or in a run that is over."""
@@ -184,6 +195,8 @@ class PairSource:
             "rounds": [asdict(record) for record in self.records],
             # A run resumed inside a round opens its store at the next one only.
             "store": self._store.state_dict() if self._store is not None else self._restored_store,
+            # Removed right after this checkpoint is written, or by a run that goes on from it.
+            "journals": [journal.directory.name for journal in self._journals if journal.directory is not None],
             "replay_dir": str(self._store.directory) if self._store is not None else self._restored_dir,
         }
 
@@ -191,6 +204,7 @@ class PairSource:
         """What :meth:`state_dict` gave."""
         self.records = [RoundRecord(**record) for record in state["rounds"]]
         self._restored_store, self._restored_dir = state["store"], state["replay_dir"]
+        self._stale_journals = [name for name in state["journals"] if _JOURNAL_NAME.fullmatch(name)]
 
 
 def held_out_split(

@@ -55,6 +55,13 @@ class ApiComparator(Comparator):
         self.endpoint.check()
 
     @override
+    def identity(self) -> Any:
+        # Not the limits: who is asked again with a longer timeout is the same.
+        asked = self.endpoint
+        where = [asked.url, asked.kind, asked.model, asked.extra_body, asked.parameter_names, asked.response_field]
+        return [type(self), where, self.formatters, self.num_candidates, self.centralized]
+
+    @override
     @contextmanager
     def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
         yield ApiSpeaker(self.endpoint, self.role_formatters(team) or team.formatters, phase, team.counts)
@@ -169,9 +176,7 @@ class ApiSpeaker:
             self._failures_in_a_row = 0
             self._phase.journal.add((_key(question, index), text) for index, text in texts.items())
 
-        try:
-            await client.answer(request, missing, arrived)
-        except ApiUnavailableError as error:
+        def failed(error: ApiUnavailableError) -> None:
             self._failures_in_a_row += 1
             if self._failures_in_a_row >= 2 * self.endpoint.max_concurrency:
                 raise ApiUnavailableError(
@@ -179,7 +184,9 @@ class ApiSpeaker:
                     f"a run that is started again asks only for the rest. The last one: {error}",
                     endpoint=error.endpoint,
                     status=error.status,
-                ) from None
+                )
+
+        await client.answer(request, missing, arrived, failed)
 
     def _found(self, question: _Question, indices: range) -> AgentAnswer:
         journal = self._phase.journal

@@ -112,6 +112,10 @@ class Comparator(ABC):
             else:
                 yield speaker
 
+    def identity(self) -> Any:
+        """What decides its answers: options and objects, by which a restarted collection finds its journal."""
+        return self
+
     def role_formatters(self, team: AgentTeam) -> list[Formatter] | None:
         """The comparator's own prompts, one per role; None where it takes the actors'."""
         if self.formatters is None:

@@ -64,6 +64,7 @@ class Collector:
         comparator: Who gives the other side; None compares the agents' own candidates (a base run).
         judge: Decides comparisons in the oracle's place.
         max_concurrency: Most comparisons of the judge at once.
+        judge_identity: Tells this judge from another one, for the journal.
     """
 
     oracle: Oracle | None
@@ -75,6 +76,7 @@ class Collector:
     comparator: Comparator | None = None
     judge: PreferenceJudge | None = None
     max_concurrency: int = 8
+    judge_identity: str = ""
 
     def collect(
         self,
@@ -126,7 +128,9 @@ class Collector:
 
     def _scorer(self, team: AgentTeam, journal: CollectionJournal) -> Scorer:
         if self.judge is not None:
-            return JudgeScorer(self.judge, journal, team.role_view, team.counts, self.max_concurrency)
+            return JudgeScorer(
+                self.judge, self.judge_identity, journal, team.role_view, team.counts, self.max_concurrency
+            )
         assert self.oracle is not None  # one of the two is given
         return OracleScorer(self.oracle, journal)
 

@@ -9,56 +9,27 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from pbrl_lightning.agents.team import AgentTeam
 
 _VALUES_PER_PARAMETER = 256
-_DEPTH = 8  # objects may refer to themselves
 
 
 def fingerprint(*parts: Any) -> str:
-    """A hex digest of plain data, options and functions; see :func:`describe`."""
-    text = json.dumps([describe(part) for part in parts], sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    """A hex digest that is equal for equal options and equal code, in every process.
 
-
-def describe(value: Any, depth: int = 0) -> Any:
-    """Plain data that is equal for equal options and equal code, in every process.
-
-    Functions and classes are described by their source file, so that a corrected reward is another reward; objects by
-    their class and public attributes.
+    Functions and classes count by their source file, code and captured values, so that a corrected reward is another
+    reward; objects by their class and public attributes.
     """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if depth > _DEPTH:
-        return _name(type(value))
-    if isinstance(value, Mapping):
-        return {str(key): describe(entry, depth + 1) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        described = [describe(entry, depth + 1) for entry in value]
-        return sorted(described, key=repr) if isinstance(value, set | frozenset) else described
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, functools.partial):
-        return ["partial", describe(value.func), describe(value.args), describe(value.keywords)]
-    if isinstance(value, nn.Module):
-        return [_name(type(value)), weights_digest(dict(value.named_parameters()))]
-    if isinstance(value, torch.Tensor):
-        return weights_digest({"": value})
-    if inspect.isroutine(value) or inspect.isclass(value):
-        return [_name(value), _source_digest(value), describe(getattr(value, "__self__", None))]
-    if is_dataclass(value):
-        options = {field.name: getattr(value, field.name) for field in fields(value)}
-    elif hasattr(value, "__dict__"):
-        options = {name: entry for name, entry in vars(value).items() if name[0] != "_"}
-    else:  # a number of NumPy's, a date …
-        shown = repr(value)
-        options = {} if " at 0x" in shown else {"repr": shown}
-    return [_name(type(value)), _source_digest(type(value)), describe(options, depth + 1)]
+    describe = _Describer()
+    text = json.dumps([describe(part) for part in parts], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def team_digest(team: AgentTeam) -> str:
@@ -85,19 +56,80 @@ def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+class _Describer:
+    """Plain data for any value. What was met before is told by its number: objects may refer to each other."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, int] = {}
+        self._kept: list[Any] = []  # an id stays taken while its object lives
+
+    def __call__(self, value: Any) -> Any:
+        if value is None or isinstance(value, bool | int | float | str):
+            return [type(value).__name__, repr(value)]
+        if id(value) in self._met:
+            return ["met", self._met[id(value)]]
+        self._met[id(value)] = len(self._met)
+        self._kept.append(value)
+        return self._describe(value)
+
+    def _describe(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): self(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self(entry) for entry in value]
+        if isinstance(value, set | frozenset):
+            return sorted(json.dumps(self(entry), sort_keys=True) for entry in value)
+        if isinstance(value, np.ndarray):
+            return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+        if isinstance(value, torch.Tensor):
+            return weights_digest({"": value})
+        if isinstance(value, Path | bytes):
+            return repr(value)
+        if isinstance(value, nn.Module):
+            return [_name(type(value)), weights_digest(dict(value.named_parameters()))]
+        if callable(value) or inspect.ismodule(value):
+            described = self._describe_code(value)
+            if described is not None:
+                return described
+        return [_name(type(value)), _source_digest(type(value)), self._options(value)]
+
+    def _describe_code(self, value: Any) -> Any:
+        if inspect.ismodule(value):
+            return value.__name__
+        if isinstance(value, functools.partial):
+            return ["partial", self(value.func), self(value.args), self(value.keywords)]
+        if isinstance(value, MethodType):
+            return [self(value.__func__), self(value.__self__)]
+        if isinstance(value, FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            captured = [self(cells), self(value.__defaults__), self(value.__kwdefaults__)]
+            return [_name(value), _source_digest(value), _code(value.__code__), captured]
+        if inspect.isclass(value) or inspect.isroutine(value):
+            return [_name(value), _source_digest(value)]
+        return None
+
+    def _options(self, value: Any) -> Any:
+        if is_dataclass(value):
+            return {field.name: self(getattr(value, field.name)) for field in fields(value)}
+        if hasattr(value, "__dict__"):
+            return {name: self(entry) for name, entry in vars(value).items() if name[0] != "_"}
+        shown = repr(value)  # a number of NumPy's, a date …
+        return "" if " at 0x" in shown else shown
+
+
+def _code(code: CodeType) -> list[Any]:
+    inner = [_code(entry) if isinstance(entry, CodeType) else repr(entry) for entry in code.co_consts]
+    return [hashlib.sha256(code.co_code).hexdigest(), inner, list(code.co_names)]
+
+
 def _name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def _source_digest(value: Any) -> str:
-    """Of the file that defines a function or class; of its code where there is none (a notebook, a built-in)."""
+    """Of the file that defines a function or class; empty where there is none (a notebook, a built-in)."""
     try:
         file = inspect.getsourcefile(inspect.unwrap(value))
-        data = Path(file).read_bytes() if file is not None else b""
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None else ""
     except (OSError, TypeError, ValueError):
-        try:
-            data = inspect.getsource(value).encode()
-        except (OSError, TypeError):
-            code = getattr(value, "__code__", None)
-            data = code.co_code + repr(code.co_consts).encode() if code is not None else b""
-    return hashlib.sha256(data).hexdigest()
+        return ""

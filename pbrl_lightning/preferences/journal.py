@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pbrl_lightning.batches import Response, TeamSample
+from pbrl_lightning.durable import sync_directory
 
 Key = tuple[str | int, ...]
 
@@ -19,23 +20,23 @@ class CollectionJournal:
     """Texts, ids and scores of one round's collection, appended as they arrive.
 
     A collection that is started again under the same name finds what an earlier one brought, and asks only for the
-    rest. Every process appends to a file of its own and reads all of them. A line that a crash cut short is dropped.
+    rest. Every process, and every start, has a file of its own and reads those that are there; a line that a crash cut
+    short is passed over.
 
     Args:
-        directory: Of this journal alone; None keeps everything in memory (a trial run).
+        directory: Of this collection; None keeps everything in memory (a trial run).
         rank: This process.
     """
 
     def __init__(self, directory: Path | None, rank: int = 0) -> None:
         self.directory = directory
+        self._rank = rank
         self._entries: dict[Key, Any] = {}
+        self._files: list[Path] = []
         self._file: BinaryIO | None = None
-        if directory is None:
-            return
-        directory.mkdir(parents=True, exist_ok=True)
-        for path in sorted(directory.glob("rank_*.jsonl")):
+        for path in sorted(directory.glob("rank_*.jsonl")) if directory is not None else []:
+            self._files.append(path)
             self._entries.update(_read(path))
-        self._path = directory / f"rank_{rank}.jsonl"
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -69,24 +70,42 @@ class CollectionJournal:
         if self.directory is None or not lines:
             return
         if self._file is None:
-            self._file = _open_at_last_line(self._path)
-        self._file.write("".join(lines).encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+            self._file = self._new_file(self.directory)
+        try:
+            self._file.write("".join(lines).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except BaseException:
+            self._drop_file()  # nothing is written behind half a line
+            raise
+
+    def _new_file(self, directory: Path) -> BinaryIO:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"rank_{self._rank}-{uuid.uuid4().hex[:12]}.jsonl"
+        file = path.open("xb")
+        self._files.append(path)
+        sync_directory(directory)
+        return file
+
+    def _drop_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
     def close(self) -> None:
         """Closes the file; the journal stays."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._drop_file()
 
     def remove(self) -> None:
-        """Removes the journal from the disk, and the directory of journals when it was the last one."""
+        """Removes what this journal read or wrote, and the directories that are empty then."""
         self.close()
+        for path in self._files:
+            path.unlink(missing_ok=True)
         if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self.directory.parent.rmdir()
+            for directory in (self.directory, self.directory.parent):
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
 
 
 def sample_to_json(sample: TeamSample) -> dict[str, Any]:
@@ -113,19 +132,9 @@ def sample_from_json(item_index: int, data: dict[str, Any]) -> TeamSample:
 
 def _read(path: Path) -> dict[Key, Any]:
     entries: dict[Key, Any] = {}
-    for line in path.read_bytes().split(b"\n"):
-        # The last line may be half a line; any other that does not read is asked for again too.
+    # What follows the last newline is half a line; any other that does not read is asked for again too.
+    for line in path.read_bytes().split(b"\n")[:-1]:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             key, value = json.loads(line)
             entries[tuple(key)] = value
     return entries
-
-
-def _open_at_last_line(path: Path) -> BinaryIO:
-    """The file for appending, without the half line that a crash may have left at its end."""
-    file = path.open("a+b")
-    file.seek(0)
-    whole = file.read().rfind(b"\n") + 1
-    file.truncate(whole)
-    file.seek(whole)
-    return file

@@ -20,6 +20,7 @@ import torch
 from pbrl_lightning.batches import RoleView, TaskItem
 from pbrl_lightning.concurrency import all_of, opened, run_to_end
 from pbrl_lightning.importing import resolve_callable
+from pbrl_lightning.preferences.fingerprint import fingerprint
 
 __all__ = ["Oracle", "OracleError", "Score", "resolve_callable"]
 
@@ -59,6 +60,7 @@ class Oracle:
 
     Attributes:
         num_dropped: Joint responses without a score so far.
+        identity: Tells this function, as it was given, from another or a corrected one, for the journal.
         view: How joint responses are shown to the function: by role, where one model speaks for all. Set by the data
             module for the task reward.
 
@@ -88,6 +90,7 @@ class Oracle:
         self.max_concurrency = max_concurrency
         self.num_dropped = 0
         self.view: RoleView | None = None
+        self.identity = fingerprint(self.reward_func)
         self._keywords = accepted_keywords(self.reward_func, ("prompts", "batch_items"))
         self.is_async = _is_async(self.reward_func)
 

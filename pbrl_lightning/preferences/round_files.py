@@ -179,6 +179,10 @@ class RoundStore:
                 self._refuse_unowned_rounds()
                 _write(self.directory / "run.json", json.dumps({"run_id": run_id}).encode(), exclusive=True)
                 owner = self._read_owner()
+            elif owner != run_id and not self._round_names():
+                # A run that died in its first collection has nothing here to lose.
+                _write(self.directory / "run.json", json.dumps({"run_id": run_id}).encode())
+                owner = self._read_owner()
             if not os.access(self.directory, os.W_OK):
                 raise PermissionError("no permission to write")
         except OSError as error:
@@ -208,6 +212,8 @@ class RoundStore:
         """
         if not self._claimed:
             raise RuntimeError(f"the round store of {self.directory} must be opened before it is written to")
+        if self._read_owner() not in (None, self.run_id):
+            raise ForeignReplayError(f"`replay_dir` {self.directory} was taken over by another run meanwhile")
         path = self.directory / f"iteration_{iteration:04d}.json"
         data = encode_round(path, iteration, pairs)
         _write(path, data)
@@ -333,8 +339,11 @@ class RoundStore:
                 return content["run_id"]
         raise ForeignReplayError(f"{path} must hold a `run_id`, and does not; choose another `replay_dir` or remove it")
 
+    def _round_names(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir() if _ROUND_NAME.fullmatch(path.name))
+
     def _refuse_unowned_rounds(self) -> None:
-        rounds = sorted(path.name for path in self.directory.iterdir() if _ROUND_NAME.fullmatch(path.name))
+        rounds = self._round_names()
         if rounds:
             raise ForeignReplayError(
                 f"`replay_dir` {self.directory} holds round files of an unknown run ({rounds[0]} …, no run.json); "

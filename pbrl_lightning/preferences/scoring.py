@@ -69,10 +69,6 @@ class OracleScorer:
     oracle: Oracle
     journal: CollectionJournal
 
-    def __post_init__(self) -> None:
-        # Scores of another reward, or of one that was corrected since, are not its own.
-        self._by = fingerprint(self.oracle.reward_func)
-
     def among(self, items: list[TaskItem], samples: list[TeamSample]) -> list[Scores]:
         """See :class:`Scorer`."""
         return self._scores("actors", items, samples, [sample.joint_indices for sample in samples])
@@ -119,7 +115,9 @@ class OracleScorer:
         )
 
     def _key(self, side: Side, samples: list[TeamSample], row: int, index: int) -> Key:
-        return ("score", self._by, side, samples[row].item_index, index)
+        sample = samples[row]
+        # Not those of another reward, or of one that was corrected since, or of another text.
+        return ("score", self.oracle.identity, side, sample.item_index, index, fingerprint(sample.completions(index)))
 
 
 @dataclass
@@ -128,6 +126,7 @@ class JudgeScorer:
 
     Attributes:
         judge: Who compares.
+        identity: Tells this judge from another one, for the journal.
         journal: Where verdicts are kept as they arrive, and found again.
         view: How joint responses are shown by role.
         counts: Where comparisons without a verdict are counted.
@@ -135,13 +134,11 @@ class JudgeScorer:
     """
 
     judge: PreferenceJudge
+    identity: str
     journal: CollectionJournal
     view: RoleView
     counts: dict[str, int]
     max_concurrency: int = 8
-
-    def __post_init__(self) -> None:
-        self._by = fingerprint(self.judge)
 
     def among(self, items: list[TaskItem], samples: list[TeamSample]) -> list[Scores]:
         """See :class:`Scorer`; every two candidates of an item are compared."""
@@ -182,7 +179,8 @@ class JudgeScorer:
         async def one(row: int, first: tuple[TeamSample, int], second: tuple[TeamSample, int]) -> float | None:
             sample, index = first
             other_side = "actors" if sample is second[0] else "comparator"
-            key: Key = ("verdict", self._by, sample.item_index, index, other_side, second[1])
+            texts = fingerprint(sample.completions(index), second[0].completions(second[1]))
+            key: Key = ("verdict", self.identity, sample.item_index, index, other_side, second[1], texts)
             if key not in self.journal:
                 shown = [roles[id(side), candidate] for side, candidate in (first, second)]
                 async with limit:

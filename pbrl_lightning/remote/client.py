@@ -62,6 +62,7 @@ class ApiClient:
     def __init__(self, endpoint: ApiEndpoint) -> None:
         self.endpoint = endpoint
         self._limit = asyncio.Semaphore(endpoint.max_concurrency)
+        self._refusal: ApiRejectedError | None = None
         # Redirects would carry the key to another host; time is limited as a whole, per attempt.
         self._http = httpx2.AsyncClient(
             timeout=None,
@@ -84,6 +85,7 @@ class ApiClient:
         request: ApiRequest,
         indices: Sequence[int],
         arrived: Callable[[dict[int, str | None]], None] | None = None,
+        failed: Callable[[ApiUnavailableError], None] | None = None,
     ) -> dict[int, str]:
         """Answers for these candidate indices, in as few requests as the endpoint allows.
 
@@ -93,6 +95,7 @@ class ApiClient:
             request: What is asked; its ``num_candidates`` is not read.
             indices: Candidate indices.
             arrived: Called with each answer's texts by index, None where there is no content, as it arrives.
+            failed: Called with each request's failure; without it the first is raised when the others have ended.
 
         Returns:
             Text by candidate index; an index without content is left out.
@@ -109,8 +112,8 @@ class ApiClient:
         async def one(missing: list[int]) -> None:
             try:
                 await fill(missing)
-            except ApiUnavailableError as error:
-                failures.append(error)  # the other requests are paid for, and go on
+            except ApiUnavailableError as error:  # the other requests are paid for, and go on
+                (failed or failures.append)(error)
 
         async def fill(missing: list[int]) -> None:
             empty = 0
@@ -149,7 +152,13 @@ class ApiClient:
         body = request_body(self.endpoint, request, wanted)
         # Held through the waits: while an endpoint is overloaded, others do not use up their attempts.
         async with self._limit:
-            return (await self._repeat(body))[:wanted]
+            if self._refusal is not None:
+                raise self._refusal
+            try:
+                return (await self._repeat(body))[:wanted]
+            except ApiRejectedError as error:
+                self._refusal = error  # whoever waits for a place here need not ask any more
+                raise
 
     async def _repeat(self, body: dict[str, Any]) -> list[str | None]:
         endpoint, started = self.endpoint, time.monotonic()

@@ -5,14 +5,15 @@ INSTALLED := $(VENV)/.installed
 # Two processes of tests; a file's tests stay together, for what they share.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: help install quickstart test test-fast lint bench clean
+.PHONY: help install quickstart test test-fast lint bench soak clean
 
 help:
 	@echo "make quickstart   install into $(VENV), then train two agents on SmolLM2-135M (a few minutes on 2 cores)"
 	@echo "make test         all tests with coverage, then the planted faults"
 	@echo "make test-fast    the tests that take seconds"
+	@echo "make soak         50 runs that are killed, and one of 200 rounds (a few minutes)"
 	@echo "make lint         ruff, mypy, codespell"
-	@echo "make bench        the quickstart with three seeds and a control"
+	@echo "make bench        concurrent requests; the quickstart with three seeds and a control"
 	@echo "make clean        remove $(VENV), caches and builds; runs are kept"
 
 # Done once, and again when a dependency changes. The constraints hold torch to the tested version: left free, pip
@@ -42,7 +43,12 @@ lint: $(INSTALLED)
 	$(BIN)/codespell
 
 bench: $(INSTALLED)
+	$(BIN)/python benchmarks/api_concurrency.py
 	$(BIN)/python benchmarks/quickstart_seeds.py
+
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py kills --count 50
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py rounds --count 200
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache

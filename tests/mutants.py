@@ -128,6 +128,55 @@ MUTANTS = [
         "{name: p.detach() for",
         "tests/test_reference.py",
     ),
+    Mutant(
+        "candidates of a remote answer given to other indices",
+        "remote/client.py",
+        "answers = dict(zip(missing, texts, strict=False))",
+        "answers = dict(zip(missing[::-1], texts, strict=False))",
+        "tests/test_remote.py",
+    ),
+    Mutant(
+        "a key in an error text",
+        "remote/client.py",
+        "            return self.endpoint.redact(value)\n",
+        "            return value\n",
+        "tests/test_remote.py",
+    ),
+    Mutant(
+        "contradicting verdicts averaged into a preference",
+        "preferences/judges.py",
+        "return there if there == 1 - back else 0.5",
+        "return there",
+        "tests/test_judges.py",
+    ),
+    Mutant(
+        "an untagged text of the comparator kept as empty responses",
+        "comparators/centralized.py",
+        "            if found is not None:\n",
+        "            found = found or [''] * len(self.roles)\n            if found is not None:\n",
+        "tests/test_roles.py",
+    ),
+    Mutant(
+        "scores of the journal given to another candidate",
+        "preferences/scoring.py",
+        "found[row][index] = score",
+        "found[row][(index + 1) % 4] = score",
+        "tests/test_journal.py",
+    ),
+    Mutant(
+        "a collection begun again from nothing",
+        "preferences/journal.py",
+        "            self._entries.update(_read(path))\n",
+        "            _read(path)\n",
+        "tests/test_journal.py",
+    ),
+    Mutant(
+        "a checkpoint that is not synced",
+        "durable.py",
+        "            os.fsync(file.fileno())\n",
+        "",
+        "tests/test_checkpoints.py",
+    ),
 ]
 
 

@@ -7,6 +7,8 @@ python tests/soak.py rounds --count 200   # memory, open files, checkpoint size 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import hashlib
 import itertools
 import json
@@ -151,6 +153,9 @@ class Gauge(RoundCallback):
         self.rows = []
 
     def on_round_start(self, trainer, pl_module, round_number):
+        # What is free must count as free: loading models in threads leaves holes in the C library's arenas.
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         checkpoints = [path for c in trainer.checkpoint_callbacks for path in Path(c.dirpath).glob("*.ckpt")]
         self.rows.append(

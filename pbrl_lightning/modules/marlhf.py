@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -146,6 +147,12 @@ class MARLHFModule(TeamModule):
 
     @override
     def configure_model(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("find_unused_parameters"):
+            raise ValueError(
+                "a MARLHFModule trains its reward model and its team by turns, so in several processes `strategy` must "
+                "be `ddp_find_unused_parameters_true`"
+            )
         self._policy_updates = 0  # of this fit; a checkpoint, loaded after this, knows better
         super().configure_model()
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Final, Literal
 
+from typing_extensions import override
+
 from pbrl_lightning.agents.prompts import ChatTemplate
+from pbrl_lightning.agents.roles import JointAdapter
+from pbrl_lightning.batches import TaskItem
 
 _WORD: Final = re.compile(r"\w+(?:['’]\w+)*")
 
@@ -28,6 +33,28 @@ FORMATTERS: Final[list[ChatTemplate]] = [
     ChatTemplate("{prompt}", system="You are a thorough writer. Give a detailed answer of a few sentences."),
 ]
 """The two roles in the order of the reward's arguments: brief, detailed. For YAML, by import path."""
+
+_SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+")
+
+
+class SentenceAdapter(JointAdapter):
+    """Both roles in one text without tags, for models too small to write them: the first sentence is the brief answer.
+
+    Example:
+        >>> SentenceAdapter().parse("Rain is water. It falls. It is wet.", 2), SentenceAdapter().parse(" ", 2)
+        (['Rain is water.', 'It falls. It is wet.'], None)
+    """
+
+    @override
+    def build(self, item: TaskItem, prompts: Sequence[str]) -> list[dict[str, str]]:
+        del prompts
+        how = "Answer in one short sentence first. Then give a detailed answer of a few sentences."
+        return [{"role": "user", "content": f"{item['prompt']}\n\n{how}"}]
+
+    @override
+    def parse(self, text: str, num_roles: int) -> list[str] | None:
+        parts = _SENTENCE_END.split(text.strip(), maxsplit=num_roles - 1)
+        return parts + [""] * (num_roles - len(parts)) if text.strip() else None
 
 
 def load_items(split: Literal["train", "eval"] = "train", limit: int | None = None) -> list[dict[str, Any]]:

@@ -26,6 +26,11 @@ def tiny_options(config):
     """What puts the tiny models in the place of a config's own."""
     if "JointRewardModule" in config.read_text(encoding="utf-8"):
         return ["--model.init_args.reward_model.init_args.model=builtin:tiny"]
+    if "SentenceAdapter" in config.read_text(encoding="utf-8"):  # it writes chat messages
+        return [
+            *TINY,
+            "--model.init_args.team.init_args.joint_adapter=pbrl_lightning.tasks.coordination.CharacterAdapter",
+        ]
     return TINY
 
 

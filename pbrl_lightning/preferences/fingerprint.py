@@ -32,6 +32,11 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def text_digest(texts: list[str]) -> str:
+    """A short digest of a few texts."""
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
 def team_digest(team: AgentTeam) -> str:
     """A digest of what the team says: its models' names, and a sample of every trained weight.
 

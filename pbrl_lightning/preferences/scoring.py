@@ -6,14 +6,14 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, groupby
 from statistics import fmean
 from typing import Literal, Protocol
 
 from pbrl_lightning.agents.loading import warn_once
 from pbrl_lightning.batches import RoleView, TaskItem, TeamSample
 from pbrl_lightning.concurrency import all_of, opened, run_to_end
-from pbrl_lightning.preferences.fingerprint import fingerprint
+from pbrl_lightning.preferences.fingerprint import text_digest
 from pbrl_lightning.preferences.journal import CollectionJournal, Key
 from pbrl_lightning.preferences.oracle import Oracle, OracleError, Score
 
@@ -84,40 +84,41 @@ class OracleScorer:
     def _scores(
         self, side: Side, items: list[TaskItem], samples: list[TeamSample], indices: list[list[int]]
     ) -> list[Scores]:
-        rows = [(row, index) for row, kept in enumerate(indices) for index in kept]
-        missing = [row for row in rows if self._key(side, samples, *row) not in self.journal]
+        keys = {
+            (row, index): self._key(side, samples[row], index) for row, kept in enumerate(indices) for index in kept
+        }
+        missing = [place for place, key in keys.items() if key not in self.journal]
         # An async oracle is asked for everything at once; another one item by item, so that an error names the item.
-        groups = [missing] if self.oracle.is_async else [[r for r in missing if r[0] == i] for i in range(len(items))]
+        groups = [list(group) for _, group in groupby(missing, key=lambda place: self.oracle.is_async or place[0])]
         for group in groups:
-            if group:
-                self._ask(side, items, samples, group)
+            self._ask(items, samples, group, [keys[place] for place in group])
         found: list[Scores] = [{} for _ in items]
-        for row, index in rows:
-            raw = self.journal[self._key(side, samples, row, index)]
-            score = self.oracle.processed(raw, samples[row].item_index)
+        for (row, index), key in keys.items():
+            score = self.oracle.processed(self.journal[key], samples[row].item_index)
             if score is not None:
                 found[row][index] = score
         return found
 
-    def _ask(self, side: Side, items: list[TaskItem], samples: list[TeamSample], rows: list[tuple[int, int]]) -> None:
+    def _ask(
+        self, items: list[TaskItem], samples: list[TeamSample], places: list[tuple[int, int]], keys: list[Key]
+    ) -> None:
         def arrived(scores: dict[int, float | None]) -> None:
             finite = {n: None if raw is None or not math.isfinite(raw) else raw for n, raw in scores.items()}
-            self.journal.add((self._key(side, samples, *rows[n]), raw) for n, raw in finite.items())
+            self.journal.add((keys[n], raw) for n, raw in finite.items())
 
-        joint = [samples[row].completions(index) for row, index in rows]
-        prompts = [samples[row].prompts for row, _ in rows]
+        joint = [samples[row].completions(index) for row, index in places]
+        prompts = [samples[row].prompts for row, _ in places]
         self.oracle.raw_scores(
-            [items[row] for row, _ in rows],
-            [samples[row].item_index for row, _ in rows],
+            [items[row] for row, _ in places],
+            [samples[row].item_index for row, _ in places],
             [list(column) for column in zip(*prompts, strict=True)],
             [list(column) for column in zip(*joint, strict=True)],
             arrived,
         )
 
-    def _key(self, side: Side, samples: list[TeamSample], row: int, index: int) -> Key:
-        sample = samples[row]
-        # Not those of another reward, or of one that was corrected since, or of another text.
-        return ("score", self.oracle.identity, side, sample.item_index, index, fingerprint(sample.completions(index)))
+    def _key(self, side: Side, sample: TeamSample, index: int) -> Key:
+        # Not the score of another reward, or of one that was corrected since, or of another text.
+        return ("score", self.oracle.identity, side, sample.item_index, index, text_digest(sample.completions(index)))
 
 
 @dataclass
@@ -179,7 +180,7 @@ class JudgeScorer:
         async def one(row: int, first: tuple[TeamSample, int], second: tuple[TeamSample, int]) -> float | None:
             sample, index = first
             other_side = "actors" if sample is second[0] else "comparator"
-            texts = fingerprint(sample.completions(index), second[0].completions(second[1]))
+            texts = text_digest(sample.completions(index) + second[0].completions(second[1]))
             key: Key = ("verdict", self.identity, sample.item_index, index, other_side, second[1], texts)
             if key not in self.journal:
                 shown = [roles[id(side), candidate] for side, candidate in (first, second)]

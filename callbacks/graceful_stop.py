@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,6 +11,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from pbrl_lightning.checkpoints import checkpoint_directory
 from pbrl_lightning.rounds import RoundCallback
 
 
@@ -82,12 +82,11 @@ class GracefulStop(RoundCallback):
             raise StopRequested
 
     def _save(self, trainer: L.Trainer) -> None:
-        directories = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-        directory = next((directory for directory in directories if directory), None)
+        directory = checkpoint_directory(trainer)
         if directory is None:
             rank_zero_warn("the run was asked to stop and saves no checkpoint, since it has no ModelCheckpoint")
             return
-        path = Path(directory) / "stopped.ckpt"
+        path = directory / "stopped.ckpt"
         trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
         rank_zero_info(f"asked to stop; the run goes on with --ckpt_path {path}")
 

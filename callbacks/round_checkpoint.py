@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 from typing_extensions import override
 
+from pbrl_lightning.checkpoints import checkpoint_directory
 from pbrl_lightning.rounds import RoundCallback
 
 _NAME = re.compile(r"round_\d+\.ckpt")
@@ -31,11 +31,10 @@ class RoundCheckpoint(RoundCallback):
 
     @override
     def on_round_prepared(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
-        directories = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-        directory = next((directory for directory in directories if directory), None)
+        directory = checkpoint_directory(trainer)
         if directory is None or trainer.fast_dev_run or not trainer.datamodule.rounds:  # type: ignore[attr-defined]
             return
-        path = Path(directory) / f"round_{round_number:04d}.ckpt"
+        path = directory / f"round_{round_number:04d}.ckpt"
         before, self._last = self._last, path.name
         trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
         if trainer.is_global_zero:

@@ -51,6 +51,12 @@ def make_durable(trainer: L.Trainer) -> None:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
 
 
+def checkpoint_directory(trainer: L.Trainer) -> Path | None:
+    """Where the run's checkpoints go; None if it saves none."""
+    directories = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    return next((Path(directory) for directory in directories if directory), None)
+
+
 def newest_checkpoint(directory: str | Path) -> Path:
     """The newest whole checkpoint under a directory; newer ones that are not whole are named in a warning.
 

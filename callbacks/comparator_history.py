@@ -11,6 +11,7 @@ import lightning as L
 from typing_extensions import override
 
 from pbrl_lightning.comparators.history import history_name
+from pbrl_lightning.distributed import from_rank_zero
 from pbrl_lightning.rounds import RoundCallback
 
 
@@ -68,7 +69,7 @@ class ComparatorHistory(RoundCallback):
         """Where the checkpoints go; to be asked for by every process, of which the first tells the others."""
         if self._directory is None and trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._scratch = tempfile.TemporaryDirectory(prefix="pbrl_")  # a trial leaves nothing
-            self._directory = Path(self._scratch.name)
+            self._directory = Path(from_rank_zero(self._scratch.name))
         elif self._directory is None:
             self._directory = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "history")
         return self._directory

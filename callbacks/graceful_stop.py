@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -12,18 +13,19 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.checkpoints import checkpoint_directory
+from pbrl_lightning.distributed import StopRequested
 from pbrl_lightning.rounds import RoundCallback
 
-
-class StopRequested(KeyboardInterrupt):
-    """The run was asked to end, and has."""
+_AGAIN = 2.0
+"""Seconds after which a signal is a second one."""
 
 
 class GracefulStop(RoundCallback):
     """Saves a checkpoint, ``stopped.ckpt``, and ends the run on SIGTERM or Ctrl-C.
 
-    A collection stops at once, what it brought is in its journal; training stops after the optimizer step in progress.
-    A second signal does not wait. The checkpoint is written beside the run's others; without a ModelCheckpoint there is
+    A collection stops at once (of several processes: when the part in progress is sampled), what it brought is in its
+    journal; training stops after the optimizer step in progress. A second signal, seconds later, does not wait. The
+    checkpoint is written beside the run's others; without a ModelCheckpoint there is
     none. Added by itself.
     """
 
@@ -31,6 +33,7 @@ class GracefulStop(RoundCallback):
         self._trainer: L.Trainer | None = None
         self._before: dict[int, Any] = {}
         self._requested = False
+        self._requested_at = 0.0
         self._collecting = False
 
     @override
@@ -58,6 +61,11 @@ class GracefulStop(RoundCallback):
             raise StopRequested
 
     @override
+    def on_collection_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, done: int, total: int) -> None:
+        if self._requested:
+            raise StopRequested
+
+    @override
     def on_collection_end(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
         self._collecting = False
 
@@ -77,8 +85,13 @@ class GracefulStop(RoundCallback):
         launcher = self._trainer.strategy.launcher if self._trainer is not None else None
         if not self._requested and launcher is not None:
             launcher.kill(signal.Signals(number))
-        again, self._requested = self._requested, True
-        if self._collecting or again:
+        # A terminal's Ctrl-C and the first process's word of it are one signal.
+        again = self._requested and time.monotonic() - self._requested_at > _AGAIN
+        if not self._requested:
+            self._requested, self._requested_at = True, time.monotonic()
+        # Several processes must not be torn out of what they exchange: they look for the request between two parts.
+        alone = self._trainer is None or self._trainer.world_size == 1
+        if again or (self._collecting and alone):
             raise StopRequested
 
     def _save(self, trainer: L.Trainer) -> None:

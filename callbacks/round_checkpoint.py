@@ -25,6 +25,10 @@ class RoundCheckpoint(RoundCallback):
         self._last: str | None = None
 
     @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._last = None  # of an earlier fit
+
+    @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
             trainer.datamodule.pair_source.drop_stale_journals(trainer)  # type: ignore[attr-defined]

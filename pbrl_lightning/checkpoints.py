@@ -66,8 +66,8 @@ def newest_checkpoint(directory: str | Path) -> Path:
     Raises:
         FileNotFoundError: If there is none.
     """
-    found = sorted(Path(directory).rglob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in found:
+    found = [path for path in Path(directory).rglob("*.ckpt") if path.exists()]  # a link may lead nowhere
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         if path.is_dir() or _is_whole(path):
             return path
         rank_zero_warn(f"the checkpoint {path} is not whole and is passed over")

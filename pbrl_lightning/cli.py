@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -74,7 +75,17 @@ class PreferenceCLI(LightningCLI):
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line; ``args`` replaces ``sys.argv[1:]``."""
-    PreferenceCLI(args)
+    try:
+        PreferenceCLI(args)
+    except ValueError as error:
+        # The parser shows the values that it was given, and these hold a key.
+        said = re.search(r"`[^`]*`[^`\n]* (must not hold a key|not a key).*", str(error))
+        if said is None:
+            raise
+        refused = said[0]
+    else:
+        return
+    sys.exit(f"error: {refused}")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,39 @@ def run_to_end(start: Callable[[], Awaitable[T]]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(main())
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def stoppable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        return await start()
+
     with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(contextvars.copy_context().run, lambda: asyncio.run(main())).result()
+        future = pool.submit(contextvars.copy_context().run, lambda: asyncio.run(stoppable()))
+        try:
+            return future.result()
+        except BaseException:
+            for loop, task in running:  # a Ctrl-C here must not wait for everything that was begun there
+                if not future.done():
+                    loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
+async def each(work: Callable[[Any], Awaitable[T]], arguments: Iterable[Any], limit: int) -> list[T]:
+    """The results of a coroutine function for many arguments, in order, at most ``limit`` at once.
+
+    The first failure cancels the others and is raised as it is.
+    """
+    results: dict[int, T] = {}
+    remaining = enumerate(arguments)
+
+    async def worker() -> None:
+        for place, argument in remaining:
+            results[place] = await work(argument)
+
+    await all_of(worker() for _ in range(limit))
+    return [results[place] for place in range(len(results))]
 
 
 async def all_of(coroutines: Iterable[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -151,6 +152,8 @@ class PreferenceDataModule(L.LightningDataModule):
         self._tokens: list[PairTokens] | None = None
         self._held_out: tuple[list[PreferencePair], list[PairTokens]] | None = None
         self.rollout_metrics: dict[str, float] = {}
+        if self.oracle is not None:
+            self.oracle.num_dropped = 0
 
     @property
     def rounds(self) -> list[RoundRecord]:
@@ -200,6 +203,8 @@ class PreferenceDataModule(L.LightningDataModule):
 
     @override
     def teardown(self, stage: str) -> None:
+        if stage == "fit" and self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            self.pair_source.drop_journals()  # a run that is over has nothing to go on from
         if stage == "fit" and self._limit_val_batches is not None:
             self._trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
@@ -290,7 +295,6 @@ class PreferenceDataModule(L.LightningDataModule):
 
     def finish(self) -> None:
         """Ends the last round, if all of its epochs are over."""
-        self.pair_source.drop_journals()
         if not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             return  # Lightning counts an epoch that `max_steps` or a stop cut short as over
         shift = self._progress.skipped_rounds * self._schedule.epochs_per_round
@@ -381,18 +385,8 @@ class PreferenceDataModule(L.LightningDataModule):
         oracle, learned = self.oracle, self._module.learned_reward
         if self.preference_scoring_reward == "reward_model" and self._progress.fitted and learned is not None:
             oracle = Oracle(learned.score_texts)
-        return Collector(
-            oracle,
-            self.sampling,
-            self.num_candidates,
-            self.pair_selection,
-            self.pairs_per_sample,
-            self.seed,
-            self.comparator,
-            self.judge,
-            self.max_concurrency,
-            self._judge_identity,
-        )
+        how = (self.sampling, self.num_candidates, self.pair_selection, self.pairs_per_sample, self.seed)
+        return Collector(oracle, *how, self.comparator, self.judge, self.max_concurrency, self._judge_identity)
 
     def _end_round(self) -> None:
         if self._progress.ended_round < self._progress.round:

@@ -10,6 +10,10 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+class StopRequested(KeyboardInterrupt):
+    """The run was asked to end, and does."""
+
+
 class OtherProcessError(RuntimeError):
     """Another process of the run failed, and this one ends with it."""
 
@@ -24,6 +28,7 @@ def together(work: Callable[[], dict[int, T]]) -> list[T]:
 
     Raises:
         OtherProcessError: If another process failed; the message says which and how.
+        StopRequested: If another process was asked to end: then all end in order.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return gather_by_index(work())
@@ -33,13 +38,14 @@ def together(work: Callable[[], dict[int, T]]) -> list[T]:
         parts = work()
     except (Exception, KeyboardInterrupt) as error:
         failure = error
-    words: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(words, None if failure is None else f"{type(failure).__name__}: {failure}")
+    told: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    stopped = isinstance(failure, StopRequested)
+    dist.all_gather_object(told, None if failure is None else (stopped, f"{type(failure).__name__}: {failure}"))
     if failure is not None:
         raise failure
-    for rank, said in enumerate(words):
+    for rank, said in enumerate(told):
         if said is not None:
-            raise OtherProcessError(f"process {rank} failed: {said}")
+            raise StopRequested if said[0] else OtherProcessError(f"process {rank} failed: {said[1]}")
     return gather_by_index(parts)
 
 

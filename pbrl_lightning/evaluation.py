@@ -96,7 +96,9 @@ def _columns(
     items = [item for item, _, _ in rows]
     prompts = [[sample.prompts[agent] for _, sample, _ in rows] for agent in agents]
     completions = [[sample.completions(k)[agent] for _, sample, k in rows] for agent in agents]
-    return items, *(team.role_view(items, prompts, completions) if rows else (prompts, completions))
+    return items, *(
+        team.role_view(items, prompts, completions, {"untagged_responses": 1}) if rows else (prompts, completions)
+    )
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class PairSource:
     def _directory(self, trainer: L.Trainer) -> Path:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._scratch = tempfile.TemporaryDirectory(prefix="pbrl_")  # a trial claims no directory
-            return Path(self._scratch.name)
+            return Path(from_rank_zero(self._scratch.name))
         restored, directory = self._restored_store, Path(self._restored_dir or "")
         # A checkpoint may come from elsewhere: what it names is written to only if it is this run's own.
         if self._replay_dir is None and restored is not None and owned_by(directory, restored["run_id"]):

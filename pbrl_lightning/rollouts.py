@@ -13,7 +13,7 @@ from torch import Tensor
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import RolloutBatch, TaskItem, TeamSample, TokenBatch
-from pbrl_lightning.distributed import together
+from pbrl_lightning.distributed import gather_by_index, together
 from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.pair_tokens import collate_rows
 from pbrl_lightning.randomness import counted_generator, counted_permutation
@@ -150,6 +150,7 @@ class RolloutLoader:
     def __post_init__(self) -> None:
         self._start = self._position = 0
         self._rollout: Rollout | None = None
+        self._everyones: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
         return len(self._plan())
@@ -168,14 +169,26 @@ class RolloutLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How many minibatches of the epoch were handed out, and the rollout they are cut from."""
-        rollout = None if self._rollout is None else self._rollout.state_dict()
-        return {"position": self._position, "rollout": rollout}
+        """How many minibatches of the epoch were handed out, and the rollout they are cut from, of every process."""
+        own = [] if self._rollout is None else [self._rollout.state_dict()]
+        return {"position": self._position, "rollouts": self._everyones or own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after that many minibatches; a finished epoch starts the next one from its beginning."""
+        """Goes on after that many minibatches; a finished epoch starts the next one from its beginning.
+
+        Raises:
+            ValueError: If the checkpoint lies within a rollout of another number of processes.
+        """
         self._start = self._position = state["position"] % max(1, len(self))
-        self._rollout = None if state["rollout"] is None else Rollout(**state["rollout"])
+        self._everyones, self._rollout = state["rollouts"], None
+        begun = self._start > 0 and self._plan()[self._start][1] > 0
+        if begun and len(self._everyones) != self.world_size:
+            raise ValueError(
+                f"the checkpoint lies within a rollout of {len(self._everyones)} processes, and can only be gone on "
+                f"with by as many, not by {self.world_size}; another checkpoint may lie between two rollouts"
+            )
+        if begun:
+            self._rollout = Rollout(**self._everyones[self.rank])
 
     def _plan(self) -> list[tuple[int, int, int]]:
         """Per minibatch: its rollout, and its first and last item (exclusive) within this process's share of it."""
@@ -213,7 +226,7 @@ class RolloutLoader:
         self._log(everything, len(everyone) * count, _count_tokens(mine.agent_rows) / max(mine.seconds, 1e-9))
         weights = mine.scored.double()
         weights[len(own) * count :] = 0.0
-        return Rollout(
+        rollout = Rollout(
             mine.agent_rows,
             mine.critic_rows,
             mine.rewards,
@@ -223,6 +236,9 @@ class RolloutLoader:
             weights,
             everything["scored"],
         )
+        # Lightning saves the loader's state of the first process alone.
+        self._everyones = gather_by_index({self.rank: rollout.state_dict()}) if self.world_size > 1 else []
+        return rollout
 
     def _own_share(self, filled: list[int]) -> _Share:
         """Samples and scores these items."""

@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         "a key in an error text",
         "remote/client.py",
-        "            return self.endpoint.redact(value)\n",
-        "            return value\n",
+        "words = short(self.endpoint.redact(provider_words(body)))",
+        "words = short(str(data))",
         "tests/test_remote.py",
     ),
     Mutant(

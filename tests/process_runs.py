@@ -54,7 +54,9 @@ class Reward:
         return [1.0 if prompt in self.ties else score for prompt, score in zip(prompts[0], scores, strict=True)]
 
 
-def build(kind, world, out, dtype="float64", lora=False, reward=None, accumulate=1, checkpointing=False, **_):
+def build(
+    kind, world, out, dtype="float64", lora=False, reward=None, accumulate=1, checkpointing=False, halves=False, **_
+):
     """A module and its data; the global batch is the same for every number of processes and batches of a step."""
     precise = {"dtype": dtype}
     lora_options = LoraOptions(r=4) if lora else None
@@ -90,6 +92,8 @@ def build(kind, world, out, dtype="float64", lora=False, reward=None, accumulate
         }[kind]
         module = MARLModule(team, rl_algorithm=kind, num_train_epochs=10, learning_rate=1e-3, **options)
         del data["batch_size"]
+        if halves:  # two updates of each rollout
+            data["train_batch_size"] = share // 2
     return module, make_data(data.pop("reward"), **data)
 
 

@@ -216,3 +216,17 @@ def test_fault_B81_saved_configs_hold_class_paths_not_objects(tmp_path, monkeypa
     assert saved["data"]["comparator"]["class_path"] == "pbrl_lightning.HistoryComparator"
     assert saved["data"]["reward_func"] == "pbrl_lightning.tasks.writing.writing_reward"
     assert "object at 0x" not in str(saved)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["headers={Authorization: Bearer sk-canary}", "url=http://127.0.0.1:1/?api_key=sk-canary", "key_env=sk-canary"],
+)
+def test_a_key_given_literally_is_refused_and_not_shown(option, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs/debug/madpo_iter_api.yaml")
+    with pytest.raises(SystemExit, match="a key") as caught:
+        main(["fit", "--config", config, f"--data.comparator.init_args.endpoint.{option}"])
+    shown = "".join(capfd.readouterr()) + str(caught.value)
+    assert "sk-canary" not in shown
+    assert not list(tmp_path.rglob("config.yaml"))

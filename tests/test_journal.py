@@ -273,16 +273,20 @@ def test_fault_B93_any_part_of_a_journal_gives_the_same_and_asks_for_the_rest(tm
         assert collect(team, asker(1), iterative, directory) == (corrected[0], (0, corrected[1][1]))
 
 
+NOTES = {}
+
+
 class Paid:
     """``text_reward``; what its calls cost is noted outside of it. It raises at one call, and may count for itself."""
 
     def __init__(self, log, at=None, counts=False):
-        self._log, self._at, self._counts, self.calls = log, at, counts, 0
+        NOTES[id(self)], self.calls = (log, at, counts), 0  # elsewhere: with other attributes it is another reward
 
     def __call__(self, *completions):
-        self.calls += self._counts
-        self._log.append(completions)
-        if len(self._log) - 1 == self._at:
+        log, at, counts = NOTES[id(self)]
+        self.calls += counts
+        log.append(completions)
+        if len(log) - 1 == at:
             raise runs.StopError
         return runs.text_reward(*completions)
 

@@ -25,6 +25,8 @@ SAME = {run: {"run": run} for run in RUNS}
 SAME |= {f"{run} float32": {"run": run, "dtype": "float32"} for run in ITERATIVE}
 SAME |= {f"{run} ties": {"run": run, "ties": TIES} for run in ITERATIVE}
 SAME |= {"lora": {"run": "madpo_iter", "lora": True, "checkpointing": True}}
+SAME |= {"halves": {"run": "magrpo", "halves": True}}
+WITHIN = {"within": {"run": "magrpo", "halves": True, "stop": 3}}  # between the two updates of the second rollout
 STOPPED = {f"{run} stopped": {"run": run, "stop": STOP} for run in ITERATIVE}
 
 
@@ -59,7 +61,7 @@ def run_jobs(root, jobs, world, timeout=600):
 def ran(tmp_path_factory):
     """The same jobs in one process and in two, and what was stopped in one resumed in the other."""
     root = tmp_path_factory.mktemp("processes")
-    jobs = {**SAME, **STOPPED}
+    jobs = {**SAME, **STOPPED, **WITHIN}
     for world in (1, 2):
         run_jobs(root / str(world), {**jobs, "accumulated": {"run": "madpo", "accumulate": world}}, world)
     for world, other in ((1, 2), (2, 1)):
@@ -67,6 +69,8 @@ def ran(tmp_path_factory):
         for name, job in STOPPED.items():
             checkpoint = root / str(other) / name / "checkpoints" / f"{STOP}.ckpt"
             resumed[name] = {"run": job["run"], "resume": str(checkpoint)}
+        within = root / str(world) / "within" / "checkpoints" / "3.ckpt"
+        resumed["within"] = {"run": "magrpo", "halves": True, "resume": str(within)}
         run_jobs(root / f"resumed in {world}", resumed, world)
     return root
 
@@ -134,6 +138,15 @@ def test_a_run_goes_on_with_another_number_of_processes(ran, run, world):
     before, after = ran / str(3 - world) / name, ran / f"resumed in {world}" / name
     files = round_files(before / "replay") | round_files(after / "replay")
     assert files == round_files(ran / "1" / run / "replay")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_within_a_rollout_with_every_processs_own_part(ran, world):
+    assert_same_run(ran, "halves", 1e-9)
+    wholes = ends(ran / str(world), "halves", world)
+    for whole, end in zip(wholes, ends(ran / f"resumed in {world}", "within", world), strict=True):
+        assert end["steps"] == whole["steps"]
+        assert gap(end["weights"], whole["weights"]) == 0
 
 
 @pytest.mark.parametrize("run", ["madpo_iter", "magrpo"])

@@ -116,7 +116,11 @@ class AgentTeam(nn.Module):
         return self._settings.num_agents
 
     def role_view(
-        self, items: Sequence[TaskItem], prompts: list[list[str]], completions: list[list[str]]
+        self,
+        items: Sequence[TaskItem],
+        prompts: list[list[str]],
+        completions: list[list[str]],
+        counts: dict[str, int] | None = None,
     ) -> tuple[list[list[str]], list[list[str]]]:
         """Prompts and responses by role, as the task reward sees them: those of a centralised team taken apart.
 
@@ -124,11 +128,14 @@ class AgentTeam(nn.Module):
             items: ``B`` task items.
             prompts: ``N`` lists of ``B`` prompts.
             completions: ``N`` lists of ``B`` responses.
+            counts: Where texts without a tag are counted; None for the team's own counts.
 
         Returns:
             As many lists as there are roles, of ``B`` prompts and of ``B`` responses.
         """
-        return (prompts, completions) if self.roles is None else self.roles.view(items, completions[0], self.counts)
+        if self.roles is None:
+            return prompts, completions
+        return self.roles.view(items, completions[0], self.counts if counts is None else counts)
 
     def load(self) -> Self:
         """Loads models and tokenizers; does nothing the second time."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -16,7 +17,7 @@ from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample
 from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
-from pbrl_lightning.concurrency import all_of, run_to_end
+from pbrl_lightning.concurrency import each, run_to_end
 from pbrl_lightning.remote import ApiClient, ApiEndpoint, ApiRequest, ApiUnavailableError
 
 
@@ -135,7 +136,7 @@ class ApiSpeaker:
         open_questions = Counter(question.row for question in questions)
         indices = range(num_candidates)
 
-        async def one(client: ApiClient, question: _Question) -> None:
+        async def one(question: _Question, client: ApiClient) -> None:
             missing = [index for index in indices if _key(question, index) not in self._phase.journal]
             if missing:
                 await self._complete(client, question, missing, sampling)
@@ -145,7 +146,7 @@ class ApiSpeaker:
 
         async def every() -> None:
             async with ApiClient(self.endpoint) as client:
-                await all_of(one(client, question) for question in questions)
+                await each(partial(one, client=client), questions, self.endpoint.max_concurrency)
 
         run_to_end(every)
         return [self._found(question, indices) for question in questions]

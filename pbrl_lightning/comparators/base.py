@@ -113,8 +113,8 @@ class Comparator(ABC):
                 yield speaker
 
     def identity(self) -> Any:
-        """What decides its answers: options and objects, by which a restarted collection finds its journal."""
-        return self
+        """What decides its answers: its options, by which a restarted collection finds its journal."""
+        return [type(self), {name: value for name, value in vars(self).items() if name[0] != "_"}]
 
     def role_formatters(self, team: AgentTeam) -> list[Formatter] | None:
         """The comparator's own prompts, one per role; None where it takes the actors'."""

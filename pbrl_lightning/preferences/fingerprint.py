@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,13 @@ def fingerprint(*parts: Any) -> str:
     """A hex digest that is equal for equal options and equal code, in every process.
 
     Functions and classes count by their source file, code and captured values, so that a corrected reward is another
-    reward; objects by their class and public attributes.
+    reward (what it imports from other files is not looked at); objects by their class and attributes.
     """
     describe = _Describer()
-    text = json.dumps([describe(part) for part in parts], sort_keys=True)
+    try:
+        text = json.dumps([describe(part) for part in parts], sort_keys=True)
+    except RecursionError:  # a long chain of objects: by their kinds alone
+        text = json.dumps([[_name(type(part)), _source_digest(type(part))] for part in parts])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -91,12 +94,12 @@ class _Describer:
         if isinstance(value, Path | bytes):
             return repr(value)
         if isinstance(value, nn.Module):
-            return [_name(type(value)), weights_digest(dict(value.named_parameters()))]
+            return [_name(type(value)), weights_digest(dict([*value.named_parameters(), *value.named_buffers()]))]
         if callable(value) or inspect.ismodule(value):
             described = self._describe_code(value)
             if described is not None:
                 return described
-        return [_name(type(value)), _source_digest(type(value)), self._options(value)]
+        return [self(type(value)), self._options(value)]
 
     def _describe_code(self, value: Any) -> Any:
         if inspect.ismodule(value):
@@ -106,25 +109,47 @@ class _Describer:
         if isinstance(value, MethodType):
             return [self(value.__func__), self(value.__self__)]
         if isinstance(value, FunctionType):
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            captured = [self(cells), self(value.__defaults__), self(value.__kwdefaults__)]
-            return [_name(value), _source_digest(value), _code(value.__code__), captured]
-        if inspect.isclass(value) or inspect.isroutine(value):
-            return [_name(value), _source_digest(value)]
-        return None
+            captured: list[Any] = [[self(_content(cell)) for cell in value.__closure__ or ()]]
+            captured += [self(value.__defaults__), self(value.__kwdefaults__)]
+            source = _source_digest(value)
+            if not source:  # in a notebook, what it uses is beside it
+                names = [name for name in value.__code__.co_names if name in value.__globals__]
+                captured.append({name: self(value.__globals__[name]) for name in names})
+            return [_name(value), source, _code(value.__code__), captured]
+        if inspect.isclass(value):
+            source = _source_digest(value)
+            own = [] if source else [self(entry) for entry in vars(value).values() if isinstance(entry, FunctionType)]
+            return [_name(value), source, own]
+        return [_name(value), _source_digest(value)] if inspect.isroutine(value) else None
 
     def _options(self, value: Any) -> Any:
         if is_dataclass(value):
             return {field.name: self(getattr(value, field.name)) for field in fields(value)}
         if hasattr(value, "__dict__"):
-            return {name: self(entry) for name, entry in vars(value).items() if name[0] != "_"}
+            return {name: self(entry) for name, entry in vars(value).items() if name[:2] != "__"}
         shown = repr(value)  # a number of NumPy's, a date …
         return "" if " at 0x" in shown else shown
 
 
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
 def _code(code: CodeType) -> list[Any]:
-    inner = [_code(entry) if isinstance(entry, CodeType) else repr(entry) for entry in code.co_consts]
-    return [hashlib.sha256(code.co_code).hexdigest(), inner, list(code.co_names)]
+    return [hashlib.sha256(code.co_code).hexdigest(), _constant(code.co_consts), list(code.co_names)]
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return _code(value)
+    if isinstance(value, tuple):
+        return [_constant(entry) for entry in value]
+    if isinstance(value, frozenset):  # its own order is another one in every process
+        return sorted(json.dumps(_constant(entry)) for entry in value)
+    return repr(value)
 
 
 def _name(value: Any) -> str:

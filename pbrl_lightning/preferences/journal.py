@@ -94,8 +94,9 @@ class CollectionJournal:
                 file.close()
 
     def close(self) -> None:
-        """Closes the file; the journal stays."""
+        """Ends the collection: the file stays, what was kept in memory does not."""
         self._drop_file()
+        self._entries.clear()
 
     def remove(self) -> None:
         """Removes what this journal read or wrote, and the directories that are empty then."""

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +24,8 @@ _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
 class RemoteJudge:
     """What the two judges share: a client for the time of a batch, a cache by content, and questions asked again.
+
+    ``wanted`` says what an answer must end in.
 
     Args:
         endpoint: Where the judging model is.
@@ -54,9 +57,11 @@ class RemoteJudge:
             raise ValueError("; ".join(problems))
         self.endpoint = endpoint
         self.criteria = criteria
+        self.wanted = "a verdict"
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
         self.attempts = attempts
+        self._told = False
         self._client: ApiClient | None = None
         self._cache: dict[str, float | None] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -95,6 +100,14 @@ class RemoteJudge:
             value = read(answers[0]) if answers else None
             if value is not None:
                 return value
+        if not self._told:
+            self._told = True
+            said = repr(_last_line(answers[0])[-80:]) if answers else "nothing"
+            warnings.warn(
+                f"{type(self).__name__}: the answer of {self.endpoint.address} ends in {said}, where {self.wanted} is "
+                "asked for; what it judges so is left out. Further ones are only counted",
+                stacklevel=2,
+            )
         return None
 
 
@@ -135,6 +148,7 @@ class ScoreJudge(RemoteJudge):
             raise ValueError(f"`low` must be below `high`, got {low} and {high}")
         self.low = low
         self.high = high
+        self.wanted = f"'Score: <number>' from {low:g} to {high:g}"
 
     @property
     def reward_range(self) -> tuple[float, float]:
@@ -209,6 +223,7 @@ class PairwiseJudge(RemoteJudge, PreferenceJudge):
         attempts: int = 2,
     ) -> None:
         super().__init__(endpoint, criteria, max_new_tokens, temperature, attempts)
+        self.wanted = "'Better: A', 'Better: B' or 'Better: tie'"
 
     @override
     async def compare(self, first: list[str], second: list[str], *, prompts: list[str], item: TaskItem) -> float | None:

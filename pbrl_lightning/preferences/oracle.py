@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import math
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from pbrl_lightning.batches import RoleView, TaskItem
-from pbrl_lightning.concurrency import all_of, opened, run_to_end
+from pbrl_lightning.concurrency import each, opened, run_to_end
 from pbrl_lightning.importing import resolve_callable
 from pbrl_lightning.preferences.fingerprint import fingerprint
 
@@ -176,22 +175,19 @@ class Oracle:
         completions: list[list[str]],
         arrived: Callable[[dict[int, float | None]], None],
     ) -> list[float | None]:
-        limit = asyncio.Semaphore(self.max_concurrency)
-
         async def one(row: int) -> float | None:
             arguments = [[column[row]] for column in completions]
             extras = self._extras([items[row]], [[column[row]] for column in prompts])
-            async with limit:
-                try:
-                    returned = await self.reward_func(*arguments, **extras)
-                except Exception as error:
-                    raise self._failure(error, [item_indices[row]]) from error
+            try:
+                returned = await self.reward_func(*arguments, **extras)
+            except Exception as error:
+                raise self._failure(error, [item_indices[row]]) from error
             raw = self._check(returned, [item_indices[row]])[0]
             arrived({row: raw})
             return raw
 
         async with opened(self.reward_func):
-            return await all_of(one(row) for row in range(len(items)))
+            return await each(one, range(len(items)), self.max_concurrency)
 
     def _extras(self, items: list[TaskItem], prompts: list[list[str]]) -> dict[str, Any]:
         """The keyword arguments that the reward function asks for."""

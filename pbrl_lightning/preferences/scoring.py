@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Literal, Protocol
 
 from pbrl_lightning.agents.loading import warn_once
 from pbrl_lightning.batches import RoleView, TaskItem, TeamSample
-from pbrl_lightning.concurrency import all_of, opened, run_to_end
+from pbrl_lightning.concurrency import each, opened, run_to_end
 from pbrl_lightning.preferences.fingerprint import text_digest
 from pbrl_lightning.preferences.journal import CollectionJournal, Key
 from pbrl_lightning.preferences.oracle import Oracle, OracleError, Score
@@ -173,25 +172,24 @@ class JudgeScorer:
     def _verdicts(
         self, items: list[TaskItem], duels: list[tuple[int, tuple[TeamSample, int], tuple[TeamSample, int]]]
     ) -> list[float | None]:
-        limit = asyncio.Semaphore(self.max_concurrency)
         candidates = {(id(sample), index): (row, sample, index) for row, *sides in duels for sample, index in sides}
         roles = {key: self._by_role(items[row], sample, index) for key, (row, sample, index) in candidates.items()}
 
-        async def one(row: int, first: tuple[TeamSample, int], second: tuple[TeamSample, int]) -> float | None:
+        async def one(duel: tuple[int, tuple[TeamSample, int], tuple[TeamSample, int]]) -> float | None:
+            row, first, second = duel
             sample, index = first
             other_side = "actors" if sample is second[0] else "comparator"
             texts = text_digest(sample.completions(index) + second[0].completions(second[1]))
             key: Key = ("verdict", self.identity, sample.item_index, index, other_side, second[1], texts)
             if key not in self.journal:
                 shown = [roles[id(side), candidate] for side, candidate in (first, second)]
-                async with limit:
-                    verdict = await self._compare(items[row], sample.item_index, *shown)
+                verdict = await self._compare(items[row], sample.item_index, *shown)
                 self.journal.add([(key, verdict)])
             return self._counted(self.journal[key], sample.item_index)
 
         async def every() -> list[float | None]:
             async with opened(self.judge):
-                return await all_of(one(*duel) for duel in duels)
+                return await each(one, duels, self.max_concurrency)
 
         return run_to_end(every)
 

@@ -62,7 +62,6 @@ class ApiClient:
     def __init__(self, endpoint: ApiEndpoint) -> None:
         self.endpoint = endpoint
         self._limit = asyncio.Semaphore(endpoint.max_concurrency)
-        self._refusal: ApiRejectedError | None = None
         # Redirects would carry the key to another host; time is limited as a whole, per attempt.
         self._http = httpx2.AsyncClient(
             timeout=None,
@@ -152,13 +151,7 @@ class ApiClient:
         body = request_body(self.endpoint, request, wanted)
         # Held through the waits: while an endpoint is overloaded, others do not use up their attempts.
         async with self._limit:
-            if self._refusal is not None:
-                raise self._refusal
-            try:
-                return (await self._repeat(body))[:wanted]
-            except ApiRejectedError as error:
-                self._refusal = error  # whoever waits for a place here need not ask any more
-                raise
+            return (await self._repeat(body))[:wanted]
 
     async def _repeat(self, body: dict[str, Any]) -> list[str | None]:
         endpoint, started = self.endpoint, time.monotonic()
@@ -218,14 +211,16 @@ class ApiClient:
     async def _post(self, body: dict[str, Any]) -> Any:
         """The JSON of one answer."""
         endpoint = self.endpoint
-        headers = {"content-type": "application/json"} | endpoint.request_headers()
+        kind = {"content-type": "application/json"}
         content = json.dumps(body, allow_nan=False)  # ASCII: a lone surrogate of a text can be sent
         status, answered, data = 0, dict[str, str](), b""
         failure: _FailedAttemptError | None = None
         try:
             async with (
                 asyncio.timeout(endpoint.timeout),
-                self._http.stream("POST", endpoint.url, content=content, headers=headers) as response,
+                self._http.stream(
+                    "POST", endpoint.url, content=content, headers=kind | endpoint.request_headers()
+                ) as response,
             ):
                 status, answered = response.status_code, dict(response.headers)
                 data = await self._read(response)
@@ -241,20 +236,21 @@ class ApiClient:
         if failure is not None:
             raise failure
         try:
-            return self._clean(json.loads(data))
+            # Only what looks like a key: "EMPTY", the key of many servers, may be a word of an answer too.
+            return self._clean(json.loads(data), 16)
         except (ValueError, RecursionError):
             start = short(" ".join(endpoint.redact(data.decode(errors="replace")).split()), 120)
-            kind = endpoint.redact(answered.get("content-type", "unknown content"))
-            raise _FailedAttemptError(f"the answer is no JSON ({kind}): {start!r}", status) from None
+            said = endpoint.redact(answered.get("content-type", "unknown content"))
+            raise _FailedAttemptError(f"the answer is no JSON ({said}): {start!r}", status) from None
 
-    def _clean(self, value: Any) -> Any:
+    def _clean(self, value: Any, shortest: int) -> Any:
         """An answer without the keys that its request was sent with, which a server may repeat."""
         if isinstance(value, str):
-            return self.endpoint.redact(value)
+            return self.endpoint.redact(value, shortest)
         if isinstance(value, list):
-            return [self._clean(entry) for entry in value]
+            return [self._clean(entry, shortest) for entry in value]
         if isinstance(value, dict):
-            return {self._clean(name): self._clean(entry) for name, entry in value.items()}
+            return {name: self._clean(entry, shortest) for name, entry in value.items()}
         return value
 
     async def _read(self, response: httpx2.Response) -> bytes:
@@ -268,10 +264,10 @@ class ApiClient:
 
     def _raise_for_status(self, status: int, headers: dict[str, str], data: bytes) -> None:
         try:
-            body = self._clean(json.loads(data))
+            body = self._clean(json.loads(data), 4)
         except (ValueError, RecursionError):
             body = self.endpoint.redact(data.decode(errors="replace"))
-        words = short(provider_words(body)) or "nothing more"
+        words = short(self.endpoint.redact(provider_words(body))) or "nothing more"
         error = body.get("error") if isinstance(body, dict) else None
         code = error.get("code") or error.get("type") if isinstance(error, dict) else None
         if (status >= 500 or status in _RETRIED_STATUSES) and code not in _REJECTED_CODES:
@@ -283,7 +279,7 @@ class ApiClient:
 
     def _failed_answer(self, error: UnreadableAnswerError | ErrorAnswerError) -> _FailedAttemptError:
         """What an answer with status 200 that is none counts as; raises for one that another attempt will not mend."""
-        words = str(error)
+        words = short(self.endpoint.redact(str(error)))
         if isinstance(error, ErrorAnswerError):
             digits = str(error.code)
             code = int(digits) if digits.isascii() and digits.isdecimal() else error.code

@@ -39,6 +39,10 @@ _KEY_ENV: Final[dict[ApiKind, str | None]] = {
     "openai_responses": "OPENAI_API_KEY",
 }
 _ENV = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET_WORDS = frozenset(
+    "apikey auth authorization code cookie credential key password secret sig signature token".split()  # noqa: SIM905
+)
 _KEY_FROM_ENV = re.compile(rf"(\w+ +)?{_ENV.pattern}")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _SECRET_NAME = re.compile(r"(proxy-)?authorization|cookie|(x-)?(goog-)?(api[-_]?)?(key|token)|access[-_]token", re.I)
@@ -55,7 +59,7 @@ class ApiEndpoint:
         format: ``generic``, ``openai`` (Chat Completions), ``anthropic`` (Messages), or ``openai_responses`` (also
             called ``responses`` or ``codex``).
         model: The model's name; only ``generic`` can do without.
-        key_env: Environment variable that holds the key. Default by format: ``ANTHROPIC_API_KEY`` or
+        key_env: Environment variable that holds the key; empty sends none. Default by format: ``ANTHROPIC_API_KEY`` or
             ``OPENAI_API_KEY``, where it is set; ``generic`` sends a key only if this names one.
         headers: Further headers; ``${NAME}`` stands for an environment variable.
         extra_body: Further parameters of a request; they win over the usual ones.
@@ -169,18 +173,23 @@ class ApiEndpoint:
         if self.kind == "anthropic" and "anthropic-version" not in given:
             headers["anthropic-version"] = "2023-06-01"
         name = "x-api-key" if self.kind == "anthropic" else "Authorization"
-        key_env = self.key_env or _KEY_ENV[self.kind]
-        if key_env is not None and name.lower() not in given and (self.key_env or os.environ.get(key_env)):
+        key_env = _KEY_ENV[self.kind] if self.key_env is None else self.key_env
+        if key_env and name.lower() not in given and (self.key_env or os.environ.get(key_env)):
             key = _environment(key_env)
             headers[name] = key if name == "x-api-key" else f"Bearer {key}"
         return headers
 
-    def redact(self, text: str) -> str:
-        """The text without the values of the environment variables that requests are sent with."""
+    def redact(self, text: str, shortest: int = 4) -> str:
+        """The text without the values of the environment variables that requests are sent with.
+
+        Args:
+            text: Any text.
+            shortest: Length of the shortest value that is taken out.
+        """
         names = {name for value in self.headers.values() for name in _ENV.findall(value)}
         secrets = {os.environ.get(name or "", "").strip() for name in (*names, self.key_env or _KEY_ENV[self.kind])}
         for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
-            if len(secret) > 3:
+            if len(secret) >= shortest:
                 text = text.replace(secret, "***")
         return text
 
@@ -201,17 +210,26 @@ class ApiEndpoint:
     def _literal_keys(self) -> list[str]:
         query = parse_qsl(urlsplit(self.url).query)
         literal = [f"`headers[{name!r}]`" for name, value in self.headers.items() if _is_literal_key(name, value)]
-        literal += [f"`extra_body[{name!r}]`" for name in self.extra_body if _is_literal_key(name, "")]
+        literal += [f"`extra_body[{name!r}]`" for name in _names(self.extra_body) if _SECRET_NAME.fullmatch(name)]
         literal += [f"the parameter {name!r} of `url`" for name, _ in query if _is_literal_key(name, "")]
         bad = [name for name, value in self.headers.items() if not _is_header(name, value)]
+        named = not self.key_env or _ENV_NAME.fullmatch(self.key_env)
+        pasted = [] if named else ["`key_env` must be the name of an environment variable, not a key"]
         where = "set `key_env` to the name of an environment variable, or write ${NAME} into a header"
-        return [f"{name} must not hold a key: {where}" for name in literal] + [
+        return [*pasted, *(f"{name} must not hold a key: {where}" for name in literal)] + [
             f"`headers[{name!r}]` must be a header's name and a text of printable ASCII" for name in bad
         ]
 
 
+def _names(value: Any) -> list[str]:
+    """The names in nested objects."""
+    if isinstance(value, dict):
+        return [str(name) for name in value] + [name for entry in value.values() for name in _names(entry)]
+    return [name for entry in value for name in _names(entry)] if isinstance(value, list | tuple) else []
+
+
 def _is_literal_key(name: str, value: str) -> bool:
-    return bool(_SECRET_NAME.fullmatch(name)) and not _KEY_FROM_ENV.fullmatch(str(value))
+    return not _SECRET_WORDS.isdisjoint(re.split(r"[-_.]", name.lower())) and not _KEY_FROM_ENV.fullmatch(str(value))
 
 
 def _is_header(name: str, value: object) -> bool:

@@ -99,7 +99,7 @@ def raise_error_in(body: dict[str, Any]) -> None:
     if error:
         details = error if isinstance(error, dict) else {}
         code = details.get("code") or details.get("status") or details.get("type")
-        raise ErrorAnswerError(short(provider_words(body)), code)
+        raise ErrorAnswerError(provider_words(body), code)
 
 
 def short(text: str, length: int = 400) -> str:

@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_another_number_of_processes(ran, run, world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_goes_on_within_a_rollout_with_every_processs_own_part(ran, world):
-    assert_same_run(ran, "halves", 1e-9)
+    assert_same_run(ran, "halves", 1e-8)  # 40 steps of Adam
     wholes = ends(ran / str(world), "halves", world)
     for whole, end in zip(wholes, ends(ran / f"resumed in {world}", "within", world), strict=True):
         assert end["steps"] == whole["steps"]

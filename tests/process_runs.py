@@ -92,7 +92,7 @@ def build(
         }[kind]
         module = MARLModule(team, rl_algorithm=kind, num_train_epochs=10, learning_rate=1e-3, **options)
         del data["batch_size"]
-        if more.get("halves"):  # two updates of each rollout
+        if halves:  # two updates of each rollout
             data["train_batch_size"] = share // 2
     return module, make_data(data.pop("reward"), **data)
 

@@ -25,8 +25,7 @@ class GracefulStop(RoundCallback):
 
     A collection stops at once (of several processes: when the part in progress is sampled), what it brought is in its
     journal; training stops after the optimizer step in progress. A second signal, seconds later, does not wait. The
-    checkpoint is written beside the run's others; without a ModelCheckpoint there is
-    none. Added by itself.
+    checkpoint is written beside the run's others; without a ModelCheckpoint there is none. Added by itself.
     """
 
     def __init__(self) -> None:
@@ -41,8 +40,12 @@ class GracefulStop(RoundCallback):
         self._requested = self._collecting = False
         self._trainer = trainer
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._on_signal)
+            self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._install()
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._install()
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -56,6 +59,7 @@ class GracefulStop(RoundCallback):
 
     @override
     def on_round_start(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
+        self._install()
         self._collecting = True
         if self._requested:
             raise StopRequested
@@ -78,6 +82,11 @@ class GracefulStop(RoundCallback):
         if trainer.strategy.reduce_boolean_decision(self._requested, all=False):
             self._save(trainer)
             raise StopRequested
+
+    def _install(self) -> None:
+        # Again after Lightning has put its own in front, which makes the processes exchange something in the handler.
+        for number in self._before:
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -14,31 +14,32 @@ T = TypeVar("T")
 
 def run_to_end(start: Callable[[], Awaitable[T]]) -> T:
     """Runs a coroutine to its end, beside a loop that is already running (a notebook's) in a thread."""
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
 
     async def main() -> T:
+        begun.append((asyncio.get_running_loop(), asyncio.current_task()))
         return await start()
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _a_loop_runs():
         return asyncio.run(main())
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
-
-    async def stoppable() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        running.append((asyncio.get_running_loop(), task))
-        return await start()
-
     with ThreadPoolExecutor(max_workers=1) as pool:
-        future = pool.submit(contextvars.copy_context().run, lambda: asyncio.run(stoppable()))
+        future = pool.submit(contextvars.copy_context().run, lambda: asyncio.run(main()))
         try:
             return future.result()
         except BaseException:
-            for loop, task in running:  # a Ctrl-C here must not wait for everything that was begun there
-                if not future.done():
+            for loop, task in begun:  # a Ctrl-C here must not wait for everything that was begun there
+                if task is not None and not future.done():
                     loop.call_soon_threadsafe(task.cancel)
             raise
+
+
+def _a_loop_runs() -> bool:
+    # Asked here, so that what is raised later is not told as a consequence of there being none.
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def each(work: Callable[[Any], Awaitable[T]], arguments: Iterable[Any], limit: int) -> list[T]:

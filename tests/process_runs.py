@@ -5,11 +5,12 @@ The jobs run one after the other in the same processes, which need not import ev
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -44,12 +45,14 @@ class FirstGradients(Callback):
 class Reward:
     """Ties for some prompts, raises for one on one process; otherwise a number of every agent's text."""
 
-    def __init__(self, ties=(), fails_at=None, fails_on=None):
+    def __init__(self, ties=(), fails_at=None, fails_on=None, seconds=0.0):
         self.ties, self.fails_at, self.fails_on, self.rank = ties, fails_at, fails_on, 0
+        self.seconds = seconds
 
     def __call__(self, *completions, prompts, batch_items):
         if self.fails_at in prompts[0] and self.rank == self.fails_on:
             raise ValueError("the judge is out")
+        time.sleep(self.seconds)
         scores = text_reward(*completions)
         return [1.0 if prompt in self.ties else score for prompt, score in zip(prompts[0], scores, strict=True)]
 
@@ -97,18 +100,10 @@ def build(
     return module, make_data(data.pop("reward"), **data)
 
 
-def strategy_of(name, world):
-    if world == 1:
-        return "auto"
-    if name == "sharded":
-        return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
-    return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
-
-
 def run_job(options):
     out, world = Path(options["out"]), options["world"]
     fails = options.get("fails", {})
-    reward = Reward(tuple(options.get("ties", ())), fails.get("at"), fails.get("on"))
+    reward = Reward(tuple(options.get("ties", ())), fails.get("at"), fails.get("on"), options.get("seconds", 0.0))
     module, data = build(options["run"], **{**options, "out": out, "reward": reward})
     gradients = FirstGradients()
     every = {"every_n_train_steps": 1, "save_top_k": -1, "auto_insert_metric_name": False}
@@ -117,7 +112,7 @@ def run_job(options):
         out,
         [gradients, saver, *([Killer(options["stop"])] if "stop" in options else [])],
         devices=world,
-        strategy=strategy_of(options.get("strategy"), world),
+        strategy=DDPStrategy(process_group_backend="gloo", find_unused_parameters=True) if world > 1 else "auto",
         max_epochs=-1,
         accumulate_grad_batches=options.get("accumulate", 1),
         enable_checkpointing=True,

@@ -159,3 +159,17 @@ def test_fault_B76_a_failure_on_one_process_ends_both_and_says_why(tmp_path, run
     other, failed = ((tmp_path / f"log_{rank}.txt").read_text() for rank in range(2))
     assert re.search(r"OracleError: `Reward` raised ValueError for task items? (1 to )?3 .*: the judge is out", failed)
     assert "OtherProcessError: process 1 failed: OracleError: `Reward` raised ValueError for task item" in other
+
+
+@pytest.mark.parametrize("told", [(0, 1), (0,), (1,)], ids=["both", "the first", "the second"])
+def test_fault_B86_processes_that_are_asked_to_stop_end_together(tmp_path, told):
+    out = tmp_path / "out"
+    processes = start(tmp_path, [{"run": "madpo_iter", "out": str(out), "world": 2, "seconds": 0.2}], 2)
+    deadline = time.monotonic() + 90
+    while len(list(out.rglob("rank_*.jsonl"))) < 2:  # both have sampled, and are scoring
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for rank in told:
+        processes[rank].terminate()
+    assert [process.wait(30) != 0 for process in processes] == [True, True]
+    assert torch.load(out / "checkpoints" / "stopped.ckpt", weights_only=True)["global_step"] <= 2

@@ -227,6 +227,13 @@ def _materialised(key: str, save: Callable[[Path], None]) -> str:
     return str(target)
 
 
+def _save_here(model: Any, directory: Path) -> None:
+    # In several processes transformers writes in the first alone. Here any may be the first to need the files, and each
+    # machine has a cache of its own.
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    model.save_pretrained(directory)
+
+
 def _dequantised(path: Path) -> str:
     if not path.exists():
         raise FileNotFoundError(f"the GGUF file {str(path)!r} does not exist")
@@ -242,7 +249,7 @@ def _dequantised(path: Path) -> str:
         model = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
         )
-        model.save_pretrained(directory)
+        _save_here(model, directory)
         AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(directory)
 
     return _materialised(f"{path.stem}-{digest.hexdigest()[:12]}", save)
@@ -283,7 +290,7 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
 
 
 def _save_tiny(directory: Path) -> None:
-    tiny_model().save_pretrained(directory)
+    _save_here(tiny_model(), directory)
     tiny_tokenizer().save_pretrained(directory)
 
 

@@ -97,8 +97,9 @@ class JointRoles:
 
     def __call__(self, item: TaskItem) -> Any:
         """The joint prompt: chat messages if the adapter makes some or a role's own prompt is some, else a text."""
-        joint = self.adapter.build(item, self.prompts(item))
-        if isinstance(joint, str) and not all(isinstance(formatter(item), str) for formatter in self.formatters):
+        own = [formatter(item) for formatter in self.formatters]
+        joint = self.adapter.build(item, [plain_text(prompt) for prompt in own])
+        if isinstance(joint, str) and not all(isinstance(prompt, str) for prompt in own):
             return [{"role": "user", "content": joint}]
         return joint
 
@@ -141,7 +142,8 @@ class JointRoles:
                     "further ones are counted as `untagged_responses`",
                 )
             parts.append(found if found is not None else [""] * len(self))
-        prompts = [self.prompts(item) for item in items]
+        by_item = {id(item): self.prompts(item) for item in {id(item): item for item in items}.values()}
+        prompts = [by_item[id(item)] for item in items]  # an item stands here once per candidate
         return [list(column) for column in zip(*prompts, strict=True)], [
             list(column) for column in zip(*parts, strict=True)
         ]

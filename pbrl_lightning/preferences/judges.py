@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import math
 import re
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from typing_extensions import override
 
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.concurrency import all_of
+from pbrl_lightning.preferences.fingerprint import text_digest
 from pbrl_lightning.preferences.scoring import PreferenceJudge
 from pbrl_lightning.remote import ApiClient, ApiEndpoint, ApiRequest
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
 
-class RemoteJudge:
+class RemoteJudge(ABC):
     """What the two judges share: a client for the time of a batch, a cache by content, and questions asked again.
 
     ``wanted`` says what an answer must end in.
@@ -78,26 +78,30 @@ class RemoteJudge:
         if client is not None:
             await client.__aexit__(kind, error, traceback)
 
-    async def _cached(self, content: Sequence[Any], ask: Callable[[], Awaitable[float | None]]) -> float | None:
-        """What was said of this content before, or is being asked right now, or else what ``ask`` brings."""
-        key = hashlib.sha256(json.dumps(content, default=repr).encode()).hexdigest()
+    @abstractmethod
+    def parse(self, answer: str) -> float | None:
+        """What an answer says, None if it is not of the right form."""
+
+    async def _judged(self, question: str) -> float | None:
+        """What was said to this question before, or is being said right now, or else what the model says."""
+        key = text_digest([question])
         async with self._locks.setdefault(key, asyncio.Lock()):
             if key not in self._cache:
-                self._cache[key] = await ask()
+                self._cache[key] = await self._ask(question)
             return self._cache[key]
 
-    async def _ask(self, question: str, read: Callable[[str], float | None]) -> float | None:
+    async def _ask(self, question: str) -> float | None:
         """The first answer of the right form, None if there is none."""
         if self._client is not None:
-            return await self._ask_with(self._client, question, read)
+            return await self._ask_with(self._client, question)
         async with ApiClient(self.endpoint) as client:  # called outside of an oracle
-            return await self._ask_with(client, question, read)
+            return await self._ask_with(client, question)
 
-    async def _ask_with(self, client: ApiClient, question: str, read: Callable[[str], float | None]) -> float | None:
+    async def _ask_with(self, client: ApiClient, question: str) -> float | None:
         request = ApiRequest(question, 1, self.max_new_tokens, self.temperature, 1.0, None)
         for _ in range(self.attempts):
             answers = await client.answer(request, [0])
-            value = read(answers[0]) if answers else None
+            value = self.parse(answers[0]) if answers else None
             if value is not None:
                 return value
         if not self._told:
@@ -179,8 +183,9 @@ class ScoreJudge(RemoteJudge):
             f"Give one score for all responses together, from {self.low:g} (worst) to {self.high:g} (best). You may "
             'reason first. End with one line of this form and nothing after it:\n"Score: <number>"'
         )
-        return await self._cached([question], lambda: self._ask(question, self.parse))
+        return await self._judged(question)
 
+    @override
     def parse(self, answer: str) -> float | None:
         r"""The score in the last line of an answer, or in an answer that is a number; None if it is not in range.
 
@@ -244,8 +249,9 @@ class PairwiseJudge(RemoteJudge, PreferenceJudge):
             "Which joint answer is better? The order in which they stand means nothing. You may reason first. End with "
             'one line of one of these forms and nothing after it:\n"Better: A"\n"Better: B"\n"Better: tie"'
         )
-        return await self._cached([question], lambda: self._ask(question, self.parse))
+        return await self._judged(question)
 
+    @override
     def parse(self, answer: str) -> float | None:
         """The verdict in the last line of an answer: 1 for A, 0 for B, 0.5 for a tie, None without one."""
         found = self._VERDICT.fullmatch(_last_line(answer))

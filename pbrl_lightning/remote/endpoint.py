@@ -38,8 +38,8 @@ _KEY_ENV: Final[dict[ApiKind, str | None]] = {
     "anthropic": "ANTHROPIC_API_KEY",
     "openai_responses": "OPENAI_API_KEY",
 }
-_ENV = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ENV = re.compile(rf"\$\{{({_ENV_NAME.pattern})\}}")
 _SECRET_WORDS = frozenset(
     "apikey auth authorization code cookie credential key password secret sig signature token".split()  # noqa: SIM905
 )

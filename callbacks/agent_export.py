@@ -8,6 +8,8 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from pbrl_lightning.sharding import gathered
+
 
 class AgentExport(L.Callback):
     """Exports the team as ``agent_0``, ``agent_1`` …, and a reward model as ``reward_model``, at the end of a run.
@@ -28,6 +30,7 @@ class AgentExport(L.Callback):
     def export(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Path:
         """Writes the agents now and returns the directory; to be called by every process, of which the first writes."""
         target = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "export")
-        if trainer.is_global_zero:
-            pl_module.export(target)  # type: ignore[operator]
+        with gathered(pl_module):
+            if trainer.is_global_zero:
+                pl_module.export(target)  # type: ignore[operator]
         return target

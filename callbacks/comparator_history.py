@@ -13,6 +13,7 @@ from typing_extensions import override
 from pbrl_lightning.comparators.history import history_name
 from pbrl_lightning.distributed import from_rank_zero
 from pbrl_lightning.rounds import RoundCallback
+from pbrl_lightning.sharding import gathered
 
 
 class ComparatorHistory(RoundCallback):
@@ -76,6 +77,7 @@ class ComparatorHistory(RoundCallback):
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule, completed: int) -> None:
         directory = self._place(trainer)
-        if trainer.is_global_zero:
-            pl_module.team.save(directory / history_name(completed))  # type: ignore[union-attr,operator]
+        with gathered(pl_module.team):  # type: ignore[arg-type]
+            if trainer.is_global_zero:
+                pl_module.team.save(directory / history_name(completed))  # type: ignore[union-attr,operator]
         trainer.strategy.barrier()

@@ -29,6 +29,7 @@ from pbrl_lightning.preferences.replay import (
 )
 from pbrl_lightning.preferences.scoring import PreferenceJudge
 from pbrl_lightning.remote import ApiEndpoint
+from pbrl_lightning.sharding import ShardedStrategy
 
 __all__ = [
     "AgentTeam",
@@ -66,6 +67,7 @@ __all__ = [
     "SamplingConfig",
     "ScoreJudge",
     "SeparateCritics",
+    "ShardedStrategy",
     "TagAdapter",
     "bradley_terry_loss",
     "madpo_loss",

@@ -266,6 +266,7 @@ class PreferenceDataModule(L.LightningDataModule):
             trainer.global_rank,
             trainer.world_size,
             self._on_rollout,
+            (module,),
         )
 
     def _on_rollout(self, num_responses: int, metrics: dict[str, float]) -> None:

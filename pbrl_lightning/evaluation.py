@@ -15,6 +15,7 @@ from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import EvaluationBatch, Response, TaskItem, TeamSample
 from pbrl_lightning.distributed import this_process, together
 from pbrl_lightning.preferences.oracle import Oracle, accepted_keywords
+from pbrl_lightning.sharding import gathered
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Evaluator:
 
         The items are shared out over processes; all of them get the whole batch.
         """
-        parts = together(lambda: self._own_share(team, indices, num_responses))
+        with gathered(team):
+            parts = together(lambda: self._own_share(team, indices, num_responses))
         samples = [sample for sample, _ in parts]
         rows = [(self.items[sample.item_index], sample, k) for sample in samples for k in range(num_responses)]
         own: dict[str, Any] = {}

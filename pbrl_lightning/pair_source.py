@@ -25,6 +25,7 @@ from pbrl_lightning.preferences.round_files import RoundStore, owned_by
 from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
 from pbrl_lightning.randomness import counted_generator, counted_permutation
 from pbrl_lightning.rounds import RoundRecord, notify
+from pbrl_lightning.sharding import gathered
 
 _JOURNAL_NAME = re.compile(r"round_\d{4,}-[0-9a-f]{32}")
 
@@ -67,7 +68,8 @@ class PairSource:
         # A foreign directory is found before anything is sampled.
         self.open(trainer)
         started = time.monotonic()
-        collected = self._gather(trainer, collector, items, round_number)
+        with gathered(trainer.lightning_module):
+            collected = self._gather(trainer, collector, items, round_number)
         seconds = time.monotonic() - started
         store = self.open(trainer)
         if trainer.is_global_zero:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
@@ -17,6 +17,7 @@ from pbrl_lightning.distributed import gather_by_index, together
 from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.pair_tokens import collate_rows
 from pbrl_lightning.randomness import counted_generator, counted_permutation
+from pbrl_lightning.sharding import gathered
 
 Rows = list[tuple[list[int], list[int]]]
 """Token ids of a prompt and of what follows it, per row."""
@@ -131,6 +132,7 @@ class RolloutLoader:
         rank: This process.
         world_size: Number of processes.
         on_rollout: Called with the number of joint responses sampled (over all processes) and what is to be logged.
+        models: What speaks and scores, where a sharded strategy has shared it out.
     """
 
     learner: PolicyLearner
@@ -146,6 +148,7 @@ class RolloutLoader:
     rank: int = 0
     world_size: int = 1
     on_rollout: Callable[[int, dict[str, float]], None] | None = None
+    models: tuple[nn.Module, ...] = ()
 
     def __post_init__(self) -> None:
         self._start = self._position = 0
@@ -217,7 +220,8 @@ class RolloutLoader:
             share.append(self._own_share(filled))
             return {place: share[0].of_item(row, count) for row, place in enumerate(places[: len(own)])}
 
-        everything = _stacked(together(work))
+        with gathered(*self.models):
+            everything = _stacked(together(work))
         everyones_values = everything["values"].transpose(0, 1) if "values" in everything else None
         advantages = self.learner.advantages(
             everything["returns"].transpose(0, 1), everyones_values, everything["scored"]

@@ -22,12 +22,19 @@ from pbrl_lightning import (
     MARLHFModule,
     MARLModule,
     ReferenceKL,
+    ShardedStrategy,
 )
+from pbrl_lightning.sharding import whole
 from training_runs import EVAL_ITEMS, Killer, StopError, make_data, make_module, make_team, make_trainer, text_reward
 
 torch.set_num_threads(1)
 ITEMS = [{"prompt": letter} for letter in "abcdefg"]  # 7: no number of processes divides it
 GLOBAL_BATCH = 4
+STRATEGIES = {
+    "auto": lambda: "auto",
+    "ddp": lambda: DDPStrategy(process_group_backend="gloo", find_unused_parameters=True),
+    "sharded": ShardedStrategy,
+}
 
 
 class FirstGradients(Callback):
@@ -39,7 +46,7 @@ class FirstGradients(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if not self.found:
             named = pl_module.named_parameters()
-            self.found = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+            self.found = {name: whole(p.grad).detach().clone() for name, p in named if p.grad is not None}
 
 
 class Reward:
@@ -112,7 +119,7 @@ def run_job(options):
         out,
         [gradients, saver, *([Killer(options["stop"])] if "stop" in options else [])],
         devices=world,
-        strategy=DDPStrategy(process_group_backend="gloo", find_unused_parameters=True) if world > 1 else "auto",
+        strategy=STRATEGIES[options.get("strategy", "ddp" if world > 1 else "auto")](),
         max_epochs=-1,
         accumulate_grad_batches=options.get("accumulate", 1),
         enable_checkpointing=True,
@@ -123,7 +130,7 @@ def run_job(options):
         trainer.fit(module, data, ckpt_path=options.get("resume"), weights_only=True)
     except StopError:
         return
-    trained = {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
+    trained = {name: whole(value.detach()).clone() for name, value in module.named_parameters() if value.requires_grad}
     end = {
         "weights": trained,
         "gradients": gradients.found,

@@ -172,7 +172,8 @@ def merge_adapter(model: nn.Module, name: str) -> None:
 def save_adapter(peft_model: PeftModel, name: str, directory: Path) -> None:
     """Writes one adapter in PEFT's form, under PEFT's default adapter name."""
     state = get_peft_model_state_dict(peft_model, adapter_name=name)
-    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    # Copies: what a sharded strategy has gathered is gone soon.
+    tensors = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config = peft_model.peft_config[name]
     inference_mode, config.inference_mode = config.inference_mode, True
@@ -199,7 +200,7 @@ def _copy(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Any]) -> 
     if missing:
         raise ValueError(f"the saved adapter lacks {', '.join(missing[:3])} … ({len(missing)} of {len(parameters)})")
     for name, parameter in parameters.items():
-        parameter.copy_(values[name])
+        assign(parameter, values[name])
 
 
 def read_adapter(directory: Path, parameters: Mapping[str, nn.Parameter], name: str) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,11 +165,3 @@ def count_agents(models: str | list[Any] | nn.Module, num_agents: int | None) ->
     if num_agents < 1:
         raise ValueError(f"`num_agents` must be >= 1, got {num_agents}")
     return num_agents
-
-
-def deepcopy_detached(module: nn.Module) -> nn.Module:
-    """A deep copy without gradients; parameters right after a backward can be copied too."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-    return deepcopy(module, memo)

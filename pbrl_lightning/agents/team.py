@@ -26,7 +26,6 @@ from pbrl_lightning.agents.assembly import (
     assemble,
     check_collaboration,
     count_agents,
-    deepcopy_detached,
 )
 from pbrl_lightning.agents.forward import ContextPair
 from pbrl_lightning.agents.loading import expand_sources, vocabulary_of, warn_once, write_directory
@@ -36,6 +35,7 @@ from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
 from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_responses
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample, TokenBatch
 from pbrl_lightning.randomness import Stream, counted_uniforms
+from pbrl_lightning.sharding import deepcopy_detached, in_shares
 
 
 class AgentTeam(nn.Module):
@@ -361,7 +361,7 @@ class AgentTeam(nn.Module):
             def write(target: Path, agent: int = agent) -> None:
                 adapter, backbone = self.adapter(agent), self.backbone(agent)
                 if adapter is None:
-                    backbone.save_pretrained(target)
+                    (deepcopy_detached(backbone) if in_shares(backbone) else backbone).save_pretrained(target)
                 else:
                     save_adapter(backbone, adapter, target)
                 self.tokenizer(agent).save_pretrained(target)

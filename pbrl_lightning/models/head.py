@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from pbrl_lightning.agents.adapters import kept_precise
 from pbrl_lightning.randomness import counted_generator
+from pbrl_lightning.sharding import assign
 
 HEAD_STD = 0.02
 """Standard deviation of a new head's weights, as transformers initialises them."""
@@ -38,7 +39,7 @@ class ScalarHead(nn.Module):
     def draw(self, seed: int, round_number: int, kind: int, index: int) -> None:
         """New weights, a function of the four numbers."""
         generator = counted_generator(seed, "init", round_number, item=kind, agent=index)
-        self.weight.copy_(HEAD_STD * torch.randn(self.weight.shape, generator=generator, dtype=torch.float64))
+        assign(self.weight, HEAD_STD * torch.randn(self.weight.shape, generator=generator, dtype=torch.float64))
 
 
 def head_dtype(like: Tensor) -> torch.dtype:

@@ -21,7 +21,6 @@ from pbrl_lightning.agents.adapters import (
     kept_precise,
     merge_adapter,
 )
-from pbrl_lightning.agents.assembly import deepcopy_detached
 from pbrl_lightning.agents.forward import ContextPair, accepts, checkpointed_layers
 from pbrl_lightning.agents.loading import (
     context_length_of,
@@ -36,6 +35,7 @@ from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.classifier import classifier_around, load_classifier, score_head
 from pbrl_lightning.models.head import ScalarHead, head_dtype
+from pbrl_lightning.sharding import assign, deepcopy_detached
 
 TEAM = "team"
 """The ``model`` that stands for an adapter of its own on the team's frozen backbone."""
@@ -239,7 +239,7 @@ class ScalarModel(nn.Module):
         if not self._renews_by_copy and not self.freeze_backbone:
             values = dict(self._load_own()[0].base_model.named_parameters())
         for name, parameter in self._trained_backbone().items():
-            parameter.copy_(values[name])
+            assign(parameter, values[name])
         self._draw_head(round_number)
 
     def _draw_head(self, round_number: int) -> None:
@@ -374,7 +374,7 @@ class ScalarModel(nn.Module):
         """Writes it so that ``AutoModelForSequenceClassification.from_pretrained`` loads it; adapters are merged."""
         assert self.load().head is not None
         if self.shared:
-            classifier, _ = classifier_around(deepcopy_detached(self._team[0].model(0)))
+            classifier, _ = classifier_around(deepcopy_detached(self._team[0].backbone(0)).get_base_model())
         else:
             classifier = deepcopy_detached(self.classifier)
         if self.lora is not None:

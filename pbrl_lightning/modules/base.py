@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,6 +25,7 @@ from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.rounds import log_to
 from pbrl_lightning.schedule import RoundSchedule
+from pbrl_lightning.sharding import ShardedStrategy, shard_models
 
 if TYPE_CHECKING:
     from pbrl_lightning.models.reward import JointRewardModel
@@ -152,6 +154,17 @@ class LearnerModule(L.LightningModule):
         # After the data module's setup, so that a wrong configuration is reported before anything is loaded.
         make_durable(self.trainer)
         self.load()
+        self._share_out()
+
+    def _share_out(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ShardedStrategy):
+            shard_models(self, strategy.device_mesh)
+        elif isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):
+            raise ValueError(
+                f"`strategy` is a {type(strategy).__name__}; models are shared out over processes by "
+                "`pbrl_lightning.ShardedStrategy`"
+            )
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -55,12 +55,11 @@ def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
     """A digest of names, shapes, dtypes and evenly spaced values."""
     digest = hashlib.sha256()
     for name, parameter in parameters.items():
-        local = parameter.detach()
-        local = local.to_local() if hasattr(local, "to_local") else local  # a sharded weight: this process's part
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        flat = local.reshape(-1)
+        flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // _VALUES_PER_PARAMETER)
-        digest.update(flat[::step].to("cpu", torch.float64).numpy().tobytes())
+        # A copy: memory that NumPy has seen can no longer be given back by a sharded strategy.
+        digest.update(flat[::step].to("cpu", torch.float64, copy=True).numpy().tobytes())
     return digest.hexdigest()
 
 

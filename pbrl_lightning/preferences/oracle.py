@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import nn
 
 from pbrl_lightning.batches import RoleView, TaskItem
 from pbrl_lightning.concurrency import each, opened, run_to_end
@@ -59,7 +60,6 @@ class Oracle:
 
     Attributes:
         num_dropped: Joint responses without a score so far.
-        identity: Tells this function, as it was given, from another or a corrected one, for the journal.
         view: How joint responses are shown to the function: by role, where one model speaks for all. Set by the data
             module for the task reward.
 
@@ -89,9 +89,15 @@ class Oracle:
         self.max_concurrency = max_concurrency
         self.num_dropped = 0
         self.view: RoleView | None = None
-        self.identity = fingerprint(self.reward_func)
         self._keywords = accepted_keywords(self.reward_func, ("prompts", "batch_items"))
         self.is_async = _is_async(self.reward_func)
+        if not isinstance(getattr(self.reward_func, "__self__", None), nn.Module):
+            _ = self.identity  # as it was given: a function may count its calls
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Tells this function, as it was given, from another or a corrected one, for the journal."""
+        return fingerprint(self.reward_func)
 
     @property
     def reward_name(self) -> str:

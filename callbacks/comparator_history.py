@@ -62,8 +62,9 @@ class ComparatorHistory(RoundCallback):
         lag = getattr(trainer.datamodule.comparator, "needs_history", None)  # type: ignore[attr-defined]
         if lag is None or self.keep_all or not trainer.is_global_zero:
             return
-        # Round v + 1 needs the policy after round v + 1 - k; everything older will never be asked for.
-        for completed in range(1, round_number + 1 - lag):
+        # Round v + 1 needs the policy after round v + 1 - k; the one before it will never be asked for, nor one that a
+        # kill left there a round ago.
+        for completed in range(max(1, round_number - 1 - lag), round_number + 1 - lag):
             shutil.rmtree(self._place(trainer) / history_name(completed), ignore_errors=True)
 
     def _place(self, trainer: L.Trainer) -> Path:

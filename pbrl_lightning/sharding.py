@@ -1,9 +1,9 @@
 """Weights, gradients and optimizer state shared out over processes (FSDP2, ``torch.distributed.fsdp.fully_shard``).
 
-Training runs on the shares: a layer's weights are put together when its forward or backward comes, and given up after it.
-Everything else (sampling, scoring, copying, saving) happens inside :func:`gathered`, where the weights are whole and each
-process goes at its own pace: a layer at a time would mean as many exchanges per sampled token as there are layers, and
-processes that wait for the longest response of all.
+Training runs on the shares: a layer's weights are put together when its forward or backward comes, and given up after
+it. Everything else (sampling, scoring, copying, saving) happens inside :func:`gathered`, where the weights are whole
+and each process goes at its own pace: a layer at a time would mean as many exchanges per sampled token as there are
+layers, and processes that wait for the longest response of all.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from copy import deepcopy
 from datetime import timedelta
 from typing import Any
 
+import lightning as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +45,9 @@ class ShardedStrategy(ModelParallelStrategy):
         timeout: How long a process waits for the others.
     """
 
-    def __init__(self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout) -> None:
+    def __init__(
+        self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout
+    ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
 
     @property
@@ -53,6 +59,22 @@ class ShardedStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        # Models were converted before they were shared out; once more would take adapters and heads their precision.
+        convert = self.precision_plugin.convert_module
+        self.precision_plugin.convert_module = lambda module: module  # type: ignore[method-assign]
+        try:
+            super().setup(trainer)
+        finally:
+            self.precision_plugin.convert_module = convert  # type: ignore[method-assign]
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        assert self.lightning_module is not None
+        _average_gradients(self.lightning_module)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -95,9 +117,38 @@ class ShardedStrategy(ModelParallelStrategy):
             optimizer.load_state_dict({**state, "state": values})
 
 
+def share_out(module: L.LightningModule) -> None:
+    """Shares out a module's models over the processes, where its trainer's strategy is a :class:`ShardedStrategy`.
+
+    Raises:
+        ValueError: If the strategy is another one that leaves no process with whole weights to sample from.
+    """
+    trainer: Any = module.trainer
+    strategy = trainer.strategy
+    if isinstance(strategy, ShardedStrategy):
+        # Sharded over all processes: the mesh has a second dimension, for tensor parallelism, of size 1.
+        shard_models(trainer.precision_plugin.convert_module(module), strategy.device_mesh["data_parallel"])
+    elif isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)) or (
+        isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
+    ):
+        raise ValueError(
+            f"`strategy` is a {type(strategy).__name__} that shares out weights, which here is done by "
+            "`pbrl_lightning.ShardedStrategy` (configs/trainer/fsdp.yaml)"
+        )
+
+
 def whole(value: Tensor) -> Tensor:
     """A tensor put together from its shares, by all processes at once; any other as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    # Not by `full_tensor`: under gloo its asynchronous exchange was seen to crash a process.
+    own = value.to_local()
+    size = -(-len(value) // value.device_mesh.size())
+    padded = own.new_zeros(size, *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in range(value.device_mesh.size())]
+    dist.all_gather(parts, padded, value.device_mesh.get_group())
+    return torch.cat(parts)[: len(value)]
 
 
 def _whole_on_cpu(value: Any) -> Any:
@@ -119,7 +170,10 @@ def assign(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def shard_models(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Shares out all language models and heads below a module; does nothing the second time.
+    """Shares out all language models below a module; does nothing the second time.
+
+    Adapters, and heads that are trained with them or alone, stay whole on every process: they are small, and of another
+    precision than the weights around them. Their gradients are averaged after the backward.
 
     Raises:
         ValueError: If a model has no decoder layers that can be told apart.
@@ -128,13 +182,15 @@ def shard_models(module: nn.Module, mesh: DeviceMesh) -> None:
         return
     models = list(_language_models(module))
     inside = {id(child) for model in models for child in model.modules()}
-    heads = [child for child in module.modules() if id(child) not in inside and list(child.parameters(recurse=False))]
     for model in models:
         # FSDP modules cannot be copied; this one, without memory for its weights, can.
         model.__dict__["_blank"] = (_blank_copy(model),)
         _shard_language_model(model.get_base_model() if isinstance(model, PeftModel) else model, mesh)
-    for head in heads:
-        fully_shard(head, mesh=mesh)
+    for owner in [child for child in module.modules() if child is not module and id(child) not in inside]:
+        if any(isinstance(p, DTensor) and p.requires_grad for p in owner.parameters()):
+            # An optimizer group is shared out as a whole, the head of a full model included.
+            for head in [c for c in owner.children() if id(c) not in inside and list(c.parameters(recurse=False))]:
+                fully_shard(head, mesh=mesh)
 
 
 def in_shares(module: nn.Module) -> bool:
@@ -157,12 +213,35 @@ def _shard_language_model(model: Any, mesh: DeviceMesh) -> None:
     layers = [child for child in model.modules() if isinstance(child, GradientCheckpointingLayer)]
     if decoder is None or not layers:
         raise ValueError(f"{type(model).__name__} shows no decoder layers, by which a sharded strategy shares it out")
+    adapters = set(all_adapter_parameters(model))
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)
+    fully_shard(decoder, mesh=mesh, reshard_after_forward=False, ignored_params=adapters)
     head = model.get_output_embeddings()
     if head is not None and not isinstance(head.weight, DTensor):  # not tied to the embeddings
         fully_shard(head, mesh=mesh, reshard_after_forward=False)
+
+
+def all_adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Of all adapters below a module, whether they are trained or not."""
+    return [
+        parameter
+        for child in module.modules()
+        if isinstance(child, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        for name, parameter in child.named_parameters()
+        if not name.startswith(("base_layer.", "original_module."))
+    ]
+
+
+def _average_gradients(module: nn.Module) -> None:
+    """The mean over all processes of the gradients that no sharding averages; idle parameters are idle on all."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
+    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
+        same = [gradient for gradient in gradients if gradient.dtype == dtype]
+        joined = torch.cat([gradient.reshape(-1) for gradient in same]) / dist.get_world_size()
+        dist.all_reduce(joined)
+        for gradient, mean in zip(same, joined.split([gradient.numel() for gradient in same]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
 
 @contextmanager
@@ -192,7 +271,7 @@ def _blank_copy(module: nn.Module) -> nn.Module:
     return deepcopy(module, memo)
 
 
-def deepcopy_detached(module: nn.Module) -> nn.Module:
+def deepcopy_detached(module: nn.Module) -> Any:
     """A deep copy without gradients; parameters right after a backward can be copied too, and those in shares."""
     blank: nn.Module = module.__dict__.get("_blank", (module,))[0]
     memo: dict[int, Any] = {

@@ -13,7 +13,7 @@ from fake_api import FakeApi
 from pbrl_lightning.cli import main
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "trainer")
 TINY = [
     "--model.init_args.team.init_args.models=builtin:tiny",
     "--model.init_args.team.init_args.formatters={prompt}",

@@ -1,24 +1,17 @@
 """Two processes (gloo, on the CPU) are one process with the same global batch; a failure of one ends both."""
 
-import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
+from process_runs import TIES, ends, gap, run_jobs, start
 from training_runs import round_files
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parent / "process_runs.py"
 RUNS = ["madpo", "madpo_iter", "marlhf", "marlhf_iter", "magrpo", "maac", "iac"]
 ITERATIVE = ["madpo_iter", "marlhf_iter"]
-TIES = ["b", "d", "f"]  # of two processes, the second one's items: none of them gives a pair
 STOP = 8  # within the second round
 
 SAME = {run: {"run": run} for run in RUNS}
@@ -28,33 +21,6 @@ SAME |= {"lora": {"run": "madpo_iter", "lora": True, "checkpointing": True}}
 SAME |= {"halves": {"run": "magrpo", "halves": True}}
 WITHIN = {"within": {"run": "magrpo", "halves": True, "stop": 3}}  # between the two updates of the second rollout
 STOPPED = {f"{run} stopped": {"run": run, "stop": STOP} for run in ITERATIVE}
-
-
-def start(root, jobs, world):
-    """Starts the processes of a list of jobs; each leaves its files in a directory of its job's name."""
-    for job in jobs:
-        Path(job["out"]).mkdir(parents=True)
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "NODE_RANK": "0"}
-    processes = []
-    for rank in range(world):
-        own = {**place, "LOCAL_RANK": str(rank)} if world > 1 else {}
-        log = (root / f"log_{rank}.txt").open("w")
-        command = [sys.executable, "-W", "ignore", str(SCRIPT), str(root / "jobs.json")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
-        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    return processes
-
-
-def run_jobs(root, jobs, world, timeout=600):
-    root.mkdir()
-    listed = [{**job, "out": str(root / name), "world": world} for name, job in jobs.items()]
-    for rank, process in enumerate(start(root, listed, world)):
-        assert process.wait(timeout) == 0, (root / f"log_{rank}.txt").read_text()[-6000:]
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +39,6 @@ def ran(tmp_path_factory):
         resumed["within"] = {"run": "magrpo", "halves": True, "resume": str(within)}
         run_jobs(root / f"resumed in {world}", resumed, world)
     return root
-
-
-def ends(root, name, world):
-    return [torch.load(root / name / f"end_{rank}.pt") for rank in range(world)]
-
-
-def gap(first, second):
-    assert first.keys() == second.keys()
-    assert first
-    return max((first[name].double() - second[name].double()).abs().max().item() for name in first)
 
 
 def assert_same_run(root, name, tolerance):

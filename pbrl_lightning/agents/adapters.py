@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pbrl_lightning.sharding import assign
+
 
 @dataclass(frozen=True)
 class LoraOptions:
@@ -171,9 +173,10 @@ def merge_adapter(model: nn.Module, name: str) -> None:
 
 def save_adapter(peft_model: PeftModel, name: str, directory: Path) -> None:
     """Writes one adapter in PEFT's form, under PEFT's default adapter name."""
-    state = get_peft_model_state_dict(peft_model, adapter_name=name)
-    # Copies: what a sharded strategy has gathered is gone soon.
-    tensors = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}
+    # Not by `state_dict`, which gives up what a sharded strategy has gathered.
+    everything: dict[str, Any] = {**dict(peft_model.named_parameters()), **dict(peft_model.named_buffers())}
+    state = get_peft_model_state_dict(peft_model, everything, adapter_name=name)
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config = peft_model.peft_config[name]
     inference_mode, config.inference_mode = config.inference_mode, True

@@ -35,7 +35,7 @@ from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
 from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_responses
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample, TokenBatch
 from pbrl_lightning.randomness import Stream, counted_uniforms
-from pbrl_lightning.sharding import deepcopy_detached, in_shares
+from pbrl_lightning.sharding import all_adapter_parameters, deepcopy_detached, in_shares
 
 
 class AgentTeam(nn.Module):
@@ -174,8 +174,8 @@ class AgentTeam(nn.Module):
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        adapted = [agent for agent, entry in enumerate(self._agents) if entry.adapter is not None]
-        with kept_precise([p for agent in adapted for p in self.agent_parameters(agent).values()]):
+        # Reward models and critics may have adapters on the same backbone, too.
+        with kept_precise(all_adapter_parameters(self)):
             return super()._apply(fn, recurse)
 
     def tokenizer(self, agent: int) -> PreTrainedTokenizerBase:

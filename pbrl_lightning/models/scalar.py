@@ -35,7 +35,7 @@ from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.classifier import classifier_around, load_classifier, score_head
 from pbrl_lightning.models.head import ScalarHead, head_dtype
-from pbrl_lightning.sharding import assign, deepcopy_detached
+from pbrl_lightning.sharding import all_adapter_parameters, assign, deepcopy_detached
 
 TEAM = "team"
 """The ``model`` that stands for an adapter of its own on the team's frozen backbone."""
@@ -336,8 +336,7 @@ class ScalarModel(nn.Module):
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        adapter = self.is_loaded and self.lora is not None and not self.shared
-        with kept_precise(list(self._trained_backbone().values()) if adapter else []):
+        with kept_precise(all_adapter_parameters(self)):
             return super()._apply(fn, recurse)
 
     @override

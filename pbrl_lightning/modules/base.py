@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,7 +24,7 @@ from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.rounds import log_to
 from pbrl_lightning.schedule import RoundSchedule
-from pbrl_lightning.sharding import ShardedStrategy, shard_models
+from pbrl_lightning.sharding import share_out
 
 if TYPE_CHECKING:
     from pbrl_lightning.models.reward import JointRewardModel
@@ -154,17 +153,7 @@ class LearnerModule(L.LightningModule):
         # After the data module's setup, so that a wrong configuration is reported before anything is loaded.
         make_durable(self.trainer)
         self.load()
-        self._share_out()
-
-    def _share_out(self) -> None:
-        strategy = self.trainer.strategy
-        if isinstance(strategy, ShardedStrategy):
-            shard_models(self, strategy.device_mesh)
-        elif isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):
-            raise ValueError(
-                f"`strategy` is a {type(strategy).__name__}; models are shared out over processes by "
-                "`pbrl_lightning.ShardedStrategy`"
-            )
+        share_out(self)
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -148,6 +148,11 @@ class MARLHFModule(TeamModule):
     @override
     def configure_model(self) -> None:
         strategy = self.trainer.strategy
+        if isinstance(strategy, DeepSpeedStrategy):
+            raise ValueError(
+                "a MARLHFModule trains its reward model and its team by turns, and DeepSpeed moves what has no turn; "
+                "set `strategy` to `ddp_find_unused_parameters_true` or `pbrl_lightning.ShardedStrategy`"
+            )
         if isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("find_unused_parameters"):
             raise ValueError(
                 "a MARLHFModule trains its reward model and its team by turns, so in several processes `strategy` must "

@@ -1,0 +1,95 @@
+"""What every measurement needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pbrl_lightning import AgentTeam
+from speed_parts.limit import Matrices, Products, seconds_of
+from speed_parts.peer import Peer
+from speed_parts.rows import Turns
+from speed_parts.workload import Workload
+
+PAIRS_PER_ITEM = 4
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a team is held.
+
+    Attributes:
+        precision: ``fp32``, ``bf16`` (weights too) or ``mixed`` (fp32 weights, autocast).
+        lora: Adapters on one frozen backbone instead of full models.
+    """
+
+    precision: str
+    lora: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.precision} LoRA" if self.lora else self.precision
+
+    def autocast(self) -> torch.autocast:
+        """The context of a forward and its loss."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "mixed")
+
+    def matrices(self, team: AgentTeam) -> list[Matrices]:
+        """Each agent's weight matrices."""
+        dtype = torch.bfloat16 if self.precision == "mixed" else None
+        return [Matrices(team.model(agent), dtype) for agent in range(team.num_agents)]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every measurement needs.
+
+    Attributes:
+        work: Sizes.
+        repeats: How often each thing is timed.
+        precisions: See :class:`Variant`.
+        peer: The peer, or None.
+    """
+
+    work: Workload
+    repeats: int
+    precisions: tuple[str, ...]
+    peer: Peer | None
+
+    @property
+    def lengths(self) -> list[str]:
+        """Names of the prompt lengths."""
+        return [name for name, _ in self.work.prompt_lengths]
+
+    def variants(self, lora: bool = False) -> Iterator[Variant]:
+        """All precisions, and with ``lora`` a LoRA team in the first of them."""
+        yield from map(Variant, self.precisions)
+        if lora:
+            yield Variant(self.precisions[0], lora=True)
+
+    def turns(
+        self, variant: Variant, products: list[tuple[Matrices, list[Products]]], what: str, **request: Any
+    ) -> Turns:
+        """Turns with the limit, and with the peer where it can do the same: full models in fp32."""
+        if self.peer is None or variant != Variant("fp32"):
+            return Turns(products)
+        return Turns(products, partial(self.peer.seconds, what, **request))
+
+    def repeat(self, turns: Turns, ours: Callable[[], object], warm_up: bool) -> Turns:
+        """Adds our calls; the peer warms up by itself, once per kind of work."""
+        if warm_up:
+            ours()
+        for _ in range(self.repeats):
+            turns.add(seconds_of(ours))
+        return turns
+
+
+def prompt_lengths(team: AgentTeam, work: Workload, items: list[dict[str, Any]]) -> list[list[int]]:
+    """Tokens of each agent's prompts."""
+    return [
+        [len(team.prompt_ids(agent, team.prompt(agent, item, i), work.new_tokens)) for i, item in enumerate(items)]
+        for agent in range(team.num_agents)
+    ]

@@ -13,6 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+import exact  # noqa: E402, F401
+
 torch.set_num_threads(1)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import exact  # noqa: F401
 from pbrl_lightning import (
     AttachedCritics,
     CurrentCopyComparator,

@@ -5,13 +5,10 @@ which is small and has no direction. Planted faults show that these checks see s
 """
 
 import math
-from contextlib import nullcontext
-from unittest.mock import patch
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pbrl_lightning import MADPOModule, SamplingConfig
 from pbrl_lightning.callbacks import JointEvaluation
@@ -56,11 +53,6 @@ class Trajectory(Callback):
         self._seen.append({name: value.detach().to(torch.float64, copy=True) for name, value in self._moving.items()})
 
 
-def exact_norm(norm, states):
-    """Llama's, without its detour over float32, which makes 1e-14 a step of float32 once in a while."""
-    return norm.weight * states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-
-
 def fit(root, run, dtype, accumulate=1, parts=False, budget=None, evaluated=False, longer=1.0, **options):
     """One run: ``parts`` splits rollouts only when they are learned from, ``longer`` stretches the agents' steps."""
     module, data = build(run, 1, root, dtype=dtype, accumulate=accumulate, **options)
@@ -74,8 +66,7 @@ def fit(root, run, dtype, accumulate=1, parts=False, budget=None, evaluated=Fals
     trajectory = Trajectory()
     callbacks = [trajectory, JointEvaluation(1)] if evaluated else [trajectory]
     trainer = make_trainer(root, callbacks, max_epochs=-1, accumulate_grad_batches=accumulate)
-    with patch.object(LlamaRMSNorm, "forward", exact_norm) if dtype == "float64" else nullcontext():
-        trainer.fit(module, data)
+    trainer.fit(module, data)
     trajectory.files = round_files(root / "replay")
     return trajectory
 

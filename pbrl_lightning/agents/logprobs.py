@@ -6,12 +6,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from pbrl_lightning.agents.forward import ContextPair, SplitForward, accepts, checkpointed_layers
+from pbrl_lightning.agents.forward import ContextPair, SplitForward, accepts, checkpointed_layers, decoder_of
+from pbrl_lightning.agents.packing import Layout, lay_out
 from pbrl_lightning.batches import TokenBatch
 
 LOGIT_BUDGET = 2**25
@@ -46,16 +48,23 @@ class ResponseLogps:
     Attributes:
         token_logps: Of all scored tokens, row by row, shape ``(M,)``, nats, float32 (float64 for a float64 model).
         rows: Each one's row, shape ``(M,)``.
-        states: Hidden states below the head, shape ``(R, T, H)``.
+        decoded: Hidden states below the head, as the decoder gave them.
+        layout: Where in it the tokens of the rows are.
     """
 
     token_logps: Tensor
     rows: Tensor
-    states: Tensor
+    decoded: Tensor
+    layout: Layout
+
+    @property
+    def states(self) -> Tensor:
+        """Hidden states of the rows, shape ``(R, T, H)``; those of padding are any."""
+        return self.decoded[self.layout.row, self.layout.column]
 
     def sum_by_row(self, per_token: Tensor) -> Tensor:
         """Sums numbers of tokens, shape ``(M,)``, over each response: shape ``(R,)``; 0 for a row without tokens."""
-        zeros = torch.zeros(len(self.states), dtype=per_token.dtype, device=per_token.device)
+        zeros = torch.zeros(len(self.layout.row), dtype=per_token.dtype, device=per_token.device)
         return zeros.index_add(0, self.rows, per_token)
 
     @property
@@ -86,7 +95,8 @@ def response_logps(
         head_context: The same for the head, whose logits are recomputed if there is more than one chunk of them.
         logit_budget: Most logits held at once.
     """
-    inputs: dict[str, Tensor | bool] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
+    layout = lay_out(decoder_of(model) or model, batch)
+    inputs: dict[str, Any] = dict(layout.inputs)
     if accepts(model, "use_cache"):
         inputs["use_cache"] = False
     with checkpointed_layers(model, layer_context) if layer_context else nullcontext():
@@ -94,10 +104,10 @@ def response_logps(
     predicted = scored_tokens(batch.response_mask, score_last_token)[:, 1:]
     rows, columns = predicted.nonzero(as_tuple=True)
     # The token in column t + 1 is predicted from the state in column t.
-    states = split.states[rows, columns]
+    states = layout.pick(split.states, rows, columns)
     targets = batch.input_ids[rows, columns + 1]
     token_logps = _token_logps(split, states, targets, _chunk_length(model, split, logit_budget), head_context)
-    return ResponseLogps(token_logps, rows, split.states)
+    return ResponseLogps(token_logps, rows, split.states, layout)
 
 
 def _chunk_length(model: nn.Module, split: SplitForward, logit_budget: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class ReferencePolicies:
         if self._copy is not None:
             there = next(self._copy.backbone(agent).parameters()).device
             scored = self._copy.score_responses(agent, rows.to(there))
-            return ResponseLogps(scored.token_logps.to(device), scored.rows.to(device), scored.states)
+            return replace(scored, token_logps=scored.token_logps.to(device), rows=scored.rows.to(device))
         values = self._values[agent]
         if values is not None:
             with adapter_values(self._team.agent_parameters(agent), values):

@@ -21,7 +21,7 @@ from pbrl_lightning.agents.adapters import (
     kept_precise,
     merge_adapter,
 )
-from pbrl_lightning.agents.forward import ContextPair, accepts, checkpointed_layers
+from pbrl_lightning.agents.forward import ContextPair, checkpointed_layers
 from pbrl_lightning.agents.loading import (
     context_length_of,
     load_tokenizer_of,
@@ -30,6 +30,7 @@ from pbrl_lightning.agents.loading import (
     warn_once,
     write_directory,
 )
+from pbrl_lightning.agents.packing import lay_out
 from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_prompt, without_end, without_starts
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
@@ -356,18 +357,17 @@ class ScalarModel(nn.Module):
                 "the next, and name the saved directory"
             )
         decoder, mask = self._decoder, rows.attention_mask
-        inputs: dict[str, Any] = {"input_ids": rows.input_ids, "attention_mask": mask.long(), "use_cache": False}
-        if accepts(decoder, "position_ids"):
-            inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
 
         def contexts() -> ContextPair:
             return nullcontext(), self._active()
 
         checkpointing = checkpointed_layers(decoder, contexts) if self.gradient_checkpointing else nullcontext()
-        with self._active(), checkpointing:
-            states = decoder(**inputs)[0]
+        with self._active():
+            layout = lay_out(decoder, rows)
+            with checkpointing:
+                states = decoder(**layout.inputs, use_cache=False)[0]
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
-        return self.head(states[torch.arange(len(states), device=states.device), last])  # type: ignore[misc]
+        return self.head(layout.pick(states, torch.arange(len(last), device=last.device), last))  # type: ignore[misc]
 
     def save(self, directory: Path | str) -> None:
         """Writes it so that ``AutoModelForSequenceClassification.from_pretrained`` loads it; adapters are merged."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pbrl_lightning.agents.forward import ContextPair, SplitForward, accepts, checkpointed_layers, decoder_of
@@ -123,7 +124,7 @@ def _token_logps(
     def score(chunk_states: Tensor, chunk_targets: Tensor) -> Tensor:
         logits = split.logits(chunk_states)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return logits.gather(1, chunk_targets[:, None])[:, 0] - logits.logsumexp(1)
+        return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
     if len(states) <= chunk:
         return score(states, targets)

@@ -189,7 +189,9 @@ class LearnerModule(L.LightningModule):
                     raise ValueError(
                         f"{owner[id(parameter)]} and {group['name']} are one model object; give copies, or a name"
                     )
-        optimizer = AdamW(groups, weight_decay=self.weight_decay)
+        # One pass over the weights instead of ten; a gradient scaler would not let clip its gradients.
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None if self._trainer else False
+        optimizer = AdamW(groups, weight_decay=self.weight_decay, fused=not scaled)
         if self.lr_scheduler is None:
             return optimizer
         schedules = GroupSchedules(optimizer, self.lr_scheduler)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from typing_extensions import override
 
 from pbrl_lightning.agents.forward import SplitForward, accepts
 
@@ -210,6 +212,44 @@ def _step_inputs(model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor,
     return inputs
 
 
+class _RoomyLayer(DynamicLayer):
+    """Keys and values of one decoder layer with room for a whole response: a token is written, nothing is copied."""
+
+    def __init__(self, keys: Tensor, values: Tensor, room: int) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self._memory = [x.new_empty(*x.shape[:2], x.shape[2] + room, x.shape[3]) for x in (keys, values)]
+        self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        self.update(keys, values)
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        start = self.keys.shape[2]
+        end = start + key_states.shape[2]
+        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
+            memory[:, :, start:end] = states
+        self.keys, self.values = (memory[:, :, :end] for memory in self._memory)
+        return self.keys, self.values
+
+    @override
+    def batch_select_indices(self, indices: Tensor) -> None:
+        assert self.keys is not None
+        end = self.keys.shape[2]
+        self._memory = [memory[indices] for memory in self._memory]
+        self.keys, self.values = (memory[:, :, :end] for memory in self._memory)
+
+
+def _expand(cache: Any, source: Tensor, room: int) -> None:
+    """Makes the prompts' cache that of the rows with these prompts, with room for so many tokens more."""
+    for index, layer in enumerate(cache.layers):
+        layer.batch_select_indices(source)
+        if type(layer) is DynamicLayer:  # those of a sliding window stay short by themselves
+            assert layer.keys is not None
+            assert layer.values is not None
+            cache.layers[index] = _RoomyLayer(layer.keys, layer.values, room)
+
+
 def _decode(
     model: nn.Module,
     prompts: list[list[int]],
@@ -222,7 +262,7 @@ def _decode(
     unique = list(dict.fromkeys(prompt for prompt, _ in rows))
     logits, cache, mask = _encode(model, [prompts[prompt] for prompt in unique], device)
     source = torch.tensor([unique.index(prompt) for prompt, _ in rows], device=device)
-    cache.batch_select_indices(source)
+    _expand(cache, source, config.max_new_tokens)
     logits, mask = logits[source], mask[source]
     positions = mask.sum(1)
     draws = torch.stack([uniforms[prompt][candidate] for prompt, candidate in rows]).to(device)

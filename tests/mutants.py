@@ -52,6 +52,20 @@ MUTANTS = [
         "tests/test_madpo.py",
     ),
     Mutant(
+        "packed responses see each other",
+        "agents/packing.py",
+        "((seen == 0) | (seen == seeing))",
+        "(seen <= seeing)",
+        "tests/test_packing.py",
+    ),
+    Mutant(
+        "positions of packed responses not restarted",
+        "agents/packing.py",
+        "torch.arange(length, length + len(response))",
+        "torch.arange(start, start + len(response))",
+        "tests/test_packing.py",
+    ),
+    Mutant(
         "response mask shifted by one",
         "preferences/pair_tokens.py",
         "response_mask[row, start:end] = True",

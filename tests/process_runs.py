@@ -149,7 +149,8 @@ def run_job(options):
     reward = Reward(tuple(options.get("ties", ())), fails.get("at"), fails.get("on"), options.get("seconds", 0.0))
     module, data = build(options["run"], **{**options, "out": out, "reward": reward})
     gradients, shares = FirstGradients(), Shares()
-    every = {"every_n_train_steps": 1, "save_top_k": -1, "auto_insert_metric_name": False}
+    steps = 1 if "stop" in options else 10**6
+    every = {"every_n_train_steps": steps, "save_top_k": -1, "auto_insert_metric_name": False}
     saver = ModelCheckpoint(out / "checkpoints", "{step}", **every)
     trainer = make_trainer(
         out,

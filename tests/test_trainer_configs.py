@@ -34,8 +34,7 @@ def test_a_strategy_changes_nothing_but_the_trainer(name, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("run", ["madpo_iter", "marlhf_iter"])
+@pytest.mark.parametrize(("run", "strategy"), [("madpo_iter", "ddp"), ("marlhf_iter", "fsdp")])
 def test_two_processes_by_the_command_line(tmp_path, run, strategy):
     command = [sys.executable, "-m", "pbrl_lightning", "fit", f"--config={ROOT}/configs/debug/{run}.yaml"]
     command += [f"--config={TRAINER / strategy}.yaml", "--trainer.accelerator=cpu", "--trainer.devices=2"]
@@ -44,7 +43,7 @@ def test_two_processes_by_the_command_line(tmp_path, run, strategy):
         [*command, f"--trainer.default_root_dir={tmp_path}"], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "evaluation after" in done.stdout
+    assert done.stderr.count("trained models: ") == 1  # said by one of them
     (checkpoint,) = tmp_path.rglob("epoch=*.ckpt")
     assert torch.load(checkpoint, weights_only=True)["state_dict"]
     assert {path.name for path in next(tmp_path.rglob("export")).iterdir()} >= {"agent_0", "agent_1"}

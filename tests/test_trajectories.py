@@ -19,8 +19,8 @@ SLOW = pytest.mark.slow
 LIMIT = 1e-10  # in float64; the largest gap measured is 1e-12
 SMALL = 1e-2  # of float32's residual, relative to the whole way; measured 1e-3
 CRITICS = ["maac", "iac"]
-LONGER = ["madpo_iter", "marlhf", "marlhf_iter", *CRITICS]
-RUNS = ["madpo", "magrpo", *(pytest.param(run, marks=SLOW) for run in LONGER)]
+LONGER = ["madpo_iter", "marlhf", "marlhf_iter", "magrpo", *CRITICS]
+RUNS = ["madpo", *(pytest.param(run, marks=SLOW) for run in LONGER)]
 VARIANTS = {
     "halved": {"accumulate": 2},
     # Six responses fit into the budget, so an item's are torn apart.

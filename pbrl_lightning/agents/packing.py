@@ -57,7 +57,7 @@ def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
     width = max(pack.width for pack in packs)
     pays = len(packs) * _cost(width, size) < 0.95 * count * _cost(plain_width, size)
     # The processes of a sharded run must run the same forwards, so there it is looked at whether it pays now or not.
-    possible = (pays or in_shares(decoder)) and _packs_truly(decoder, rows, batch.input_ids.device)
+    possible = (pays or in_shares(decoder)) and _packs_truly(decoder, batch.input_ids.device)
     if not (possible and pays):
         return _as_it_is(decoder, batch)
     return _packed(batch, rows, packs, width, _dtype(decoder))
@@ -186,18 +186,14 @@ def _may_pack(decoder: nn.Module, width: int) -> bool:
 
 
 @torch.no_grad()
-def _packs_truly(decoder: nn.Module, rows: _Rows, device: torch.device) -> bool:
-    """Whether the decoder gives the same states for packed rows: looked at once, on a few tokens of this batch."""
+def _packs_truly(decoder: nn.Module, device: torch.device) -> bool:
+    """Whether the decoder gives the same states for packed rows: looked at once, on two short ones."""
     if decoder not in _PACKS:
-        prompt, said = rows.prompts[0][-3:], [*rows.responses[0][:3], *rows.prompts[0][:3]]
-        few = _Rows([prompt] * 2, [tuple(said[:2]), tuple(said[::-1][:2])], [0, 0])
-        ids = torch.tensor([[*p, *r] for p, r in zip(few.prompts, few.responses, strict=True)])
-        ones = torch.ones_like(ids, dtype=torch.bool)
-        response_mask = ones.clone()
-        response_mask[:, : len(prompt)] = False
-        small = TokenBatch(ids, ones, response_mask).to(device)
-        packs = [_Pack(prompt, list(dict.fromkeys(few.responses)))]
-        packed = _packed(small, few, packs, packs[0].width, _dtype(decoder))
+        rows = _Rows([(1, 2, 3)] * 2, [(4, 5), (6, 7)], [0, 0])
+        ids = torch.tensor([[*p, *r] for p, r in zip(rows.prompts, rows.responses, strict=True)])
+        small = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(5).expand(2, 5) >= 3).to(device)
+        packs = [_Pack(rows.prompts[0], rows.responses)]
+        packed = _packed(small, rows, packs, packs[0].width, _dtype(decoder))
         places = small.attention_mask.nonzero(as_tuple=True)
         plain = _as_it_is(decoder, small)
         limit = 0.05 if torch.finfo(_dtype(decoder)).bits == 16 else 1e-3

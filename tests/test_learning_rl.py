@@ -1,7 +1,10 @@
 """A team really learns from rewards: every policy algorithm, and MARLHF once and in rounds, from chance to agreement.
 
-The budgets were found by a small search and hold for seeds 0, 1 and 2; what they show about the algorithms:
+The budgets were found by a small search and hold for seeds 0, 1 and 2 (MARLHF once: 1.0, 1.0, 0.89); what they show
+about the algorithms:
 
+- In float32 the last bit of a sum decides where a run of hundreds of steps ends, and on a reward that was learned once
+  the end is anywhere from 0.75 to 1: that run is in float64, where other kernels give the same end.
 - The critics' runs divide no advantages by their spread: once all rewards of a rollout are equal, ``R - V`` of a good
   critic has hardly any, and dividing by it blows up what is left of its error.
 - MAReMax's advantages are never positive: it only pushes down what was sampled. A sampler that leaves out the tail of
@@ -15,6 +18,7 @@ import torch
 from pbrl_lightning import (
     AllHistoryReplay,
     CurrentComparator,
+    JointRewardModel,
     MARLHFModule,
     MARLModule,
     PreferenceDataModule,
@@ -68,12 +72,14 @@ def test_maremax_solves_the_coordination_task_when_it_samples_from_the_whole_dis
 @pytest.mark.slow
 def test_marlhf_solves_the_coordination_task_on_a_learned_reward(tmp_path):
     module = MARLHFModule(
-        make_team(),
+        make_team(dtype="float64"),
+        reward_model=JointRewardModel("builtin:tiny", dtype="float64"),
         num_reward_epochs=3,
-        num_train_epochs=6,
+        num_train_epochs=8,
         reward_learning_rate=5e-4,
         learning_rate=1e-3,
         num_generations=8,
+        advantage_normalization=False,
     )
     assert_solved(tmp_path, module, num_candidates=20, pairs_per_sample=16, batch_size=2)
 

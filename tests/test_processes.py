@@ -117,10 +117,15 @@ def test_fault_B76_a_failure_on_one_process_ends_both_and_says_why(tmp_path, run
     assert "OtherProcessError: process 1 failed: OracleError: `Reward` raised ValueError for task item" in other
 
 
-@pytest.mark.parametrize("told", [(0, 1), (0,), (1,)], ids=["both", "the first", "the second"])
-def test_fault_B86_processes_that_are_asked_to_stop_end_together(tmp_path, told):
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [("ddp", (0, 1)), ("ddp", (0,)), ("ddp", (1,)), ("sharded", (1,))],
+    ids=["both", "the first", "the second", "the second of a sharded run"],
+)
+def test_fault_B86_processes_that_are_asked_to_stop_end_together(tmp_path, strategy, told):
     out = tmp_path / "out"
-    processes = start(tmp_path, [{"run": "madpo_iter", "out": str(out), "world": 2, "seconds": 0.2}], 2)
+    job = {"run": "madpo_iter", "out": str(out), "world": 2, "seconds": 0.2, "strategy": strategy}
+    processes = start(tmp_path, [job], 2)
     deadline = time.monotonic() + 90
     while len(list(out.rglob("rank_*.jsonl"))) < 2:  # both have sampled, and are scoring
         assert time.monotonic() < deadline

@@ -25,9 +25,9 @@ def packs(monkeypatch):
     """Turns packing on or off."""
 
     def turn(on):
-        monkeypatch.setattr(packing, "_may_pack", packing_allowed if on else lambda *_: False)
+        monkeypatch.setattr(packing, "may_exchange_attention", packing_allowed if on else lambda *_: False)
 
-    packing_allowed = packing._may_pack
+    packing_allowed = packing.may_exchange_attention
     return turn
 
 

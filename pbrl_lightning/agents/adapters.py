@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
@@ -145,6 +146,36 @@ def adapter_active(model: nn.Module, name: str | None) -> Iterator[None]:
     finally:
         for layer, adapter in zip(layers, earlier, strict=True):
             layer._active_adapter = adapter
+
+
+def mixes_adapters(model: nn.Module) -> bool:
+    """True if rows of one batch can go through different adapters: plain LoRA, and none on the head."""
+    if any(isinstance(module, AuxiliaryTrainingWrapper) for module in model.modules()):
+        return False
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    plain = all(type(layer) is LoraLinear and not layer.lora_variant and not layer.merged for layer in layers)
+    return plain and not isinstance(head, BaseTunerLayer)
+
+
+@contextmanager
+def adapters_by_row(model: nn.Module) -> Iterator[list[str]]:
+    """Inside, row ``r`` of a batch goes through the adapter that the ``r``-th entry of the yielded list names.
+
+    The list is to be changed in place before each forward. Without gradients.
+    """
+    names: list[str] = []
+
+    def choose(_layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "adapter_names": names}
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    hooks = [layer.register_forward_pre_hook(choose, with_kwargs=True) for layer in layers]
+    try:
+        yield names
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

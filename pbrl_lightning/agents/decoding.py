@@ -44,6 +44,8 @@ class DecodedRows:
         ValueError: If the model does not fill the cache it is given.
     """
 
+    shares_prompts = False
+
     def __init__(self, model: nn.Module, prompts: list[list[int]], source: Tensor, room: int) -> None:
         self.model = model
         logits, self.cache, self.prompt_mask = _encode(model, prompts, source.device)
@@ -79,6 +81,8 @@ class DecodedRows:
 
 class SharingRows(DecodedRows):
     """The same with one copy of each prompt's keys and values for all of its rows."""
+
+    shares_prompts = True
 
     @override
     def _expand(self, source: Tensor, room: int) -> None:

@@ -38,7 +38,7 @@ def ready_products(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
         if devices == {"cpu"}:
             layers = [layer for layer in model.modules() if type(layer) is nn.Linear and _worth_it(layer, dtype)]
             size = sum(layer.weight.numel() * (dtype or layer.weight.dtype).itemsize for layer in layers)
-            if size < machine_memory() / 4:
+            if size < device_memory(torch.device("cpu")) / 4:
                 for layer in layers:
                     stack.enter_context(_ready_layer(layer, dtype))
         elif dtype is not None:
@@ -47,8 +47,10 @@ def ready_products(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
         yield
 
 
-def machine_memory() -> int:
-    """Bytes of the machine's memory; its size, not what is free now, so that the same run does the same again."""
+def device_memory(device: torch.device) -> int:
+    """Bytes of a device's memory; its size, not what is free now, so that the same run does the same again."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -6,13 +6,20 @@ the filtered distribution, in token-id order, is inverted at one uniform per (ca
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from pbrl_lightning.agents.adapters import adapters_by_row
 from pbrl_lightning.agents.decoding import DecodedRows, rows_for
-from pbrl_lightning.agents.products import ready_products
+from pbrl_lightning.agents.loading import vocabulary_of
+from pbrl_lightning.agents.products import device_memory, ready_products
+
+LOGIT_BUDGET = 2**26
+"""Most logits of one step of sampling, over all rows (256 MiB in fp32), whatever the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,10 @@ class SamplingConfig:
         top_p: Smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: Most probable tokens kept; None keeps all.
         max_new_tokens: Tokens after which a response is cut.
-        token_budget: Most tokens (prompt and response, over all rows) decoded in one batch; bounds memory.
+        token_budget: Most tokens whose keys and values one batch holds; bounds memory. None for a sixteenth of the
+            device's memory (of its size, not of what is free, so that the same run does the same again).
+        dtype: ``bfloat16`` or ``float16`` for matrix products in that precision while sampling, whatever the weights
+            have; None for the weights' own. The tokens are then those of a slightly different policy.
 
     Raises:
         ValueError: If a value is out of range; all of them are named at once.
@@ -34,7 +44,8 @@ class SamplingConfig:
     top_p: float = 0.6
     top_k: int | None = 50
     max_new_tokens: int = 256
-    token_budget: int = 16384
+    token_budget: int | None = None
+    dtype: Literal["bfloat16", "float16"] | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -47,8 +58,10 @@ class SamplingConfig:
             problems.append(f"`top_k` must be >= 1 or null (off), got {self.top_k}")
         if self.max_new_tokens < 1:
             problems.append(f"`max_new_tokens` must be >= 1, got {self.max_new_tokens}")
-        if self.token_budget < 1:
-            problems.append(f"`token_budget` must be >= 1, got {self.token_budget}")
+        if self.token_budget is not None and self.token_budget < 1:
+            problems.append(f"`token_budget` must be >= 1 or null (by the device's memory), got {self.token_budget}")
+        if self.dtype not in (None, "bfloat16", "float16"):
+            problems.append(f"`dtype` must be 'bfloat16', 'float16' or null (the weights' own), got {self.dtype!r}")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -134,8 +147,15 @@ def next_tokens(logits: Tensor, uniforms: Tensor, config: SamplingConfig) -> Ten
         )
     if config.temperature == 0:
         return tokens
-    ids, probs = filtered_distribution(logits, config.temperature, config.top_k, config.top_p)
-    return draw(ids, probs, uniforms)
+    # The distribution is made in float64, several times as large as the logits.
+    chunk = max(1, LOGIT_BUDGET // 4 // logits.shape[1])
+    parts = zip(logits.split(chunk), uniforms.split(chunk), strict=True)
+    return torch.cat(
+        [
+            draw(*filtered_distribution(rows, config.temperature, config.top_k, config.top_p), drawn)
+            for rows, drawn in parts
+        ]
+    )
 
 
 @torch.no_grad()
@@ -145,6 +165,7 @@ def sample_responses(
     uniforms: list[Tensor],
     config: SamplingConfig,
     eos_ids: set[int],
+    adapters: list[str] | None = None,
 ) -> list[list[SampledIds]]:
     """Samples candidates for each prompt.
 
@@ -154,51 +175,87 @@ def sample_responses(
         uniforms: ``B`` tensors of shape ``(K, max_new_tokens)``; ``K`` is the candidate count of that prompt.
         config: Sampling options.
         eos_ids: Ids that end a response.
+        adapters: Who answers each of the ``B`` prompts, for a model that :func:`mixes_adapters`; None for the model
+            as it is.
 
     Returns:
         ``B`` lists of ``K`` responses.
     """
     results: list[list[SampledIds]] = [[] for _ in prompts]
-    lengths = [len(prompt) for prompt in prompts]
+    lengths, counts = [len(prompt) for prompt in prompts], [len(drawn) for drawn in uniforms]
     kind = rows_for(model, max(lengths, default=0) + config.max_new_tokens)
-    with ready_products(model):
-        for rows in _batches(lengths, [len(u) for u in uniforms], config):
-            sampled = _decode(kind, model, prompts, uniforms, rows, config, eos_ids)
-            for (prompt, _), response in zip(rows, sampled, strict=True):
+    phase = _Phase(kind, model, prompts, uniforms, config, eos_ids)
+    dtype = None if config.dtype is None else getattr(torch, config.dtype)
+    with ready_products(model, dtype), nullcontext() if adapters is None else adapters_by_row(model) as speakers:
+        for rows in _batches(phase, lengths, counts):
+            for (prompt, _), response in zip(rows, _decode(phase, rows, adapters, speakers), strict=True):
                 results[prompt].append(response)
     return results
 
 
-def _batches(lengths: list[int], counts: list[int], config: SamplingConfig) -> list[list[tuple[int, int]]]:
+@dataclass(frozen=True)
+class _Phase:
+    """What all batches of a call have in common."""
+
+    kind: type[DecodedRows]
+    model: nn.Module
+    prompts: list[list[int]]
+    uniforms: list[Tensor]
+    config: SamplingConfig
+    eos_ids: set[int]
+
+
+def _batches(phase: _Phase, lengths: list[int], counts: list[int]) -> list[list[tuple[int, int]]]:
     """Rows (prompt, candidate) grouped under the token budget, prompts of similar length together."""
+    budget = phase.config.token_budget or default_token_budget(phase.model)
+    most_rows = max(1, LOGIT_BUDGET // (vocabulary_of(phase.model) or 1))
     batches: list[list[tuple[int, int]]] = []
     current: list[tuple[int, int]] = []
+    held_prompts, width = 0, 0
     for prompt in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
         for candidate in range(counts[prompt]):
-            # Longest first, so the first row's prompt sets the width of the batch.
-            width = (lengths[current[0][0]] if current else lengths[prompt]) + config.max_new_tokens
-            if current and (len(current) + 1) * width > config.token_budget:
+            # A row of its own, or the first of a prompt that others share.
+            new = not (phase.kind.shares_prompts and current and current[-1][0] == prompt)
+            tokens = (held_prompts + new) * width + (len(current) + 1) * phase.config.max_new_tokens
+            if current and (tokens > budget or len(current) >= most_rows):
                 batches.append(current)
                 current = []
+            if not current:  # longest first, so the first row's prompt sets the width of the batch
+                held_prompts, width, new = 0, lengths[prompt], True
+            held_prompts += new
             current.append((prompt, candidate))
     return [*batches, current] if current else batches
 
 
+def default_token_budget(model: Any) -> int:
+    """Tokens whose keys and values take a sixteenth of the memory of the model's device; 2048 to 65536."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    parameter = next(model.parameters())
+    all_heads = getattr(config, "num_attention_heads", None) or 32
+    heads = getattr(config, "num_key_value_heads", None) or all_heads
+    size = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", None) or 4096) // all_heads
+    layers = getattr(config, "num_hidden_layers", None) or 32
+    per_token = 2 * layers * heads * size * parameter.dtype.itemsize
+    return min(65536, max(2048, device_memory(parameter.device) // 16 // per_token))
+
+
 def _decode(
-    kind: type[DecodedRows],
-    model: nn.Module,
-    prompts: list[list[int]],
-    uniforms: list[Tensor],
-    rows: list[tuple[int, int]],
-    config: SamplingConfig,
-    eos_ids: set[int],
+    phase: _Phase, rows: list[tuple[int, int]], adapters: list[str] | None, speakers: list[str] | None
 ) -> list[SampledIds]:
-    device = next(model.parameters()).device
+    config, device = phase.config, next(phase.model.parameters()).device
     unique = list(dict.fromkeys(prompt for prompt, _ in rows))
     source = torch.tensor([unique.index(prompt) for prompt, _ in rows], device=device)
-    decoded = kind(model, [prompts[prompt] for prompt in unique], source, config.max_new_tokens)
-    draws = torch.stack([uniforms[prompt][candidate] for prompt, candidate in rows]).to(device)
-    stop = torch.tensor(sorted(eos_ids), dtype=torch.long, device=device)
+
+    def speak(asked: list[int]) -> None:
+        if adapters is not None and speakers is not None:
+            speakers[:] = [adapters[prompt] for prompt in asked]
+
+    speak(unique)
+    decoded = phase.kind(phase.model, [phase.prompts[prompt] for prompt in unique], source, config.max_new_tokens)
+    speak([prompt for prompt, _ in rows])
+    draws = torch.stack([phase.uniforms[prompt][candidate] for prompt, candidate in rows]).to(device)
+    stop = torch.tensor(sorted(phase.eos_ids), dtype=torch.long, device=device)
     tokens = torch.zeros(len(rows), config.max_new_tokens, dtype=torch.long)
     lengths = torch.full((len(rows),), config.max_new_tokens)
     finished = torch.zeros(len(rows), dtype=torch.bool)
@@ -218,6 +275,7 @@ def _decode(
             kept = open_rows.nonzero()[:, 0]
             alive, kept = alive[kept], kept.to(device)
             decoded.keep(kept)
+            speak([rows[row][0] for row in alive.tolist()])
             drawn, draws = drawn[kept], draws[kept]
         decoded.step(drawn)
     return [SampledIds(tokens[row, : lengths[row]].tolist(), bool(finished[row])) for row in range(len(rows))]

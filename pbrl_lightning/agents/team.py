@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,6 +19,7 @@ from pbrl_lightning.agents.adapters import (
     kept_precise,
     save_adapter,
 )
+from pbrl_lightning.agents.answering import Draws, answer
 from pbrl_lightning.agents.assembly import (
     Agent,
     TeamSettings,
@@ -32,9 +32,9 @@ from pbrl_lightning.agents.loading import expand_sources, vocabulary_of, warn_on
 from pbrl_lightning.agents.logprobs import ResponseLogps, response_logps
 from pbrl_lightning.agents.prompts import Formatter, encode_prompt, render_prompt, resolve_formatters
 from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
-from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_responses
-from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample, TokenBatch
-from pbrl_lightning.randomness import Stream, counted_uniforms
+from pbrl_lightning.agents.sampling import SamplingConfig
+from pbrl_lightning.batches import AgentAnswer, TaskItem, TeamSample, TokenBatch
+from pbrl_lightning.randomness import Stream
 from pbrl_lightning.sharding import all_adapter_parameters, deepcopy_detached, in_shares
 
 
@@ -282,11 +282,8 @@ class AgentTeam(nn.Module):
         Returns:
             ``B`` team samples.
         """
-        options = {"num_candidates": num_candidates, "sampling": sampling, "seed": seed, "stream": stream, "step": step}
-        answers = [
-            self.answer(agent, self.formatters[agent], items, item_indices, **options)  # type: ignore[arg-type]
-            for agent in range(self.num_agents)
-        ]
+        draws = Draws(num_candidates, sampling, seed, stream, step)
+        answers = answer(self, dict(enumerate(self.formatters)), items, item_indices, draws)
         return [TeamSample.of(index, said) for index, *said in zip(item_indices, *answers, strict=True)]
 
     def answer(
@@ -303,25 +300,8 @@ class AgentTeam(nn.Module):
         step: int = 0,
     ) -> list[AgentAnswer]:
         """What one agent says to prompts of this formatter; the other arguments are those of :meth:`sample`."""
-        if sampling.temperature == 0 and num_candidates > 1:
-            warn_once(self.counts, "greedy", "temperature 0 makes all candidates of an item the same")
-        texts = [self.prompt(agent, item, index, formatter) for item, index in zip(items, item_indices, strict=True)]
-        prompt_ids = [self.prompt_ids(agent, text, sampling.max_new_tokens) for text in texts]
-        uniforms = [
-            counted_uniforms(num_candidates, sampling.max_new_tokens, seed, stream, step, index, agent)
-            for index in item_indices
-        ]
-        try:
-            with self.active(agent):
-                sampled = sample_responses(self.model(agent), prompt_ids, uniforms, sampling, self.eos_ids(agent))
-        except ValueError as error:
-            raise ValueError(f"agent {agent} cannot be sampled ({stream}, {step}): {error}") from error
-        responses = [dict(enumerate(map(partial(self._response, agent), rows))) for rows in sampled]
-        return list(map(AgentAnswer, texts, responses, prompt_ids))
-
-    def _response(self, agent: int, row: SampledIds) -> Response:
-        text = str(self.tokenizer(agent).decode(row.token_ids, skip_special_tokens=True))
-        return Response(text, row.token_ids, row.finished)
+        draws = Draws(num_candidates, sampling, seed, stream, step)
+        return answer(self, {agent: formatter}, items, item_indices, draws)[0]
 
     def score_responses(
         self, agent: int, batch: TokenBatch, score_last_token: bool = True, adapted: bool = True

@@ -164,7 +164,7 @@ class Collector:
         if samples:
             phase.progress(len(samples))
         # A few full batches at a time: often enough for a progress bar, and no sample depends on the cut.
-        rows = 4 * self.sampling.token_budget // (self.sampling.max_new_tokens + 64)
+        rows = 4 * (self.sampling.token_budget or 16384) // (self.sampling.max_new_tokens + 64)
         size = max(1, rows // num_candidates)
         for start in range(0, len(missing), size):
             chunk = missing[start : start + size]

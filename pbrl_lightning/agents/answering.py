@@ -1,0 +1,140 @@
+"""Answering: agents' prompts go to the sampler, those of agents on one backbone together, and texts come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pbrl_lightning.agents.adapters import mixes_adapters
+from pbrl_lightning.agents.loading import warn_once
+from pbrl_lightning.agents.prompts import Formatter
+from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_responses
+from pbrl_lightning.batches import AgentAnswer, Response, TaskItem
+from pbrl_lightning.randomness import Stream, counted_uniforms
+
+if TYPE_CHECKING:
+    from pbrl_lightning.agents.team import AgentTeam
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What fixes every draw of a call, besides item and agent.
+
+    Attributes:
+        num_candidates: Responses per agent and item.
+        sampling: Sampling options.
+        seed: The run's seed.
+        stream: Random stream.
+        step: Round or rollout number.
+    """
+
+    num_candidates: int
+    sampling: SamplingConfig
+    seed: int
+    stream: Stream
+    step: int
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """What one agent is asked: ``B`` prompts, and the uniforms of the answers, each of shape ``(K, T)``."""
+
+    agent: int
+    texts: list[str]
+    prompt_ids: list[list[int]]
+    uniforms: list[Tensor]
+
+
+def answer(
+    team: AgentTeam,
+    formatters: dict[int, Formatter],
+    items: Sequence[TaskItem],
+    item_indices: Sequence[int],
+    draws: Draws,
+) -> list[list[AgentAnswer]]:
+    """What agents say to task items.
+
+    Args:
+        team: The team.
+        formatters: By agent that is to answer.
+        items: ``B`` task items.
+        item_indices: Their indices in the dataset.
+        draws: What fixes every draw.
+
+    Returns:
+        ``B`` answers of each agent, in the order of ``formatters``.
+
+    Raises:
+        ValueError: If a formatter fails or a model cannot be sampled; names the agents.
+    """
+    if draws.sampling.temperature == 0 and draws.num_candidates > 1:
+        warn_once(team.counts, "greedy", "temperature 0 makes all candidates of an item the same")
+    answers: dict[int, list[AgentAnswer]] = {}
+    for agents in _speaking_together(team, list(formatters)):
+        asked = [_questions(team, agent, formatters[agent], items, item_indices, draws) for agent in agents]
+        for questions, sampled in zip(asked, _sample(team, asked, draws), strict=True):
+            said = [dict(enumerate(map(partial(_response, team, questions.agent), rows))) for rows in sampled]
+            answers[questions.agent] = list(map(AgentAnswer, questions.texts, said, questions.prompt_ids))
+    return [answers[agent] for agent in formatters]
+
+
+def _speaking_together(team: AgentTeam, agents: list[int]) -> list[list[int]]:
+    """Agents whose rows can be in one batch: adapters on one backbone that end at the same ids."""
+    groups: dict[object, list[int]] = {}
+    for agent in agents:
+        backbone, adapter = team.backbone(agent), team.adapter(agent)
+        mixes = adapter is not None and mixes_adapters(team.model(agent))
+        key = (id(backbone), frozenset(team.eos_ids(agent))) if mixes else agent
+        groups.setdefault(key, []).append(agent)
+    return list(groups.values())
+
+
+def _questions(
+    team: AgentTeam,
+    agent: int,
+    formatter: Formatter,
+    items: Sequence[TaskItem],
+    item_indices: Sequence[int],
+    draws: Draws,
+) -> _Questions:
+    length = draws.sampling.max_new_tokens
+    texts = [team.prompt(agent, item, index, formatter) for item, index in zip(items, item_indices, strict=True)]
+    uniforms = [
+        counted_uniforms(draws.num_candidates, length, draws.seed, draws.stream, draws.step, index, agent)
+        for index in item_indices
+    ]
+    return _Questions(agent, texts, [team.prompt_ids(agent, text, length) for text in texts], uniforms)
+
+
+def _sample(team: AgentTeam, asked: list[_Questions], draws: Draws) -> list[list[list[SampledIds]]]:
+    """For each agent, ``B`` lists of ``K`` responses."""
+    first, together = asked[0].agent, len(asked) > 1
+    adapters = [str(team.adapter(questions.agent)) for questions in asked for _ in questions.texts]
+    try:
+        with nullcontext() if together else team.active(first):
+            sampled = sample_responses(
+                team.model(first),
+                [ids for questions in asked for ids in questions.prompt_ids],
+                [drawn for questions in asked for drawn in questions.uniforms],
+                draws.sampling,
+                team.eos_ids(first),
+                adapters if together else None,
+            )
+    except ValueError as error:
+        who = ", ".join(str(questions.agent) for questions in asked)
+        name = f"agents {who} of one backbone" if together else f"agent {who}"
+        raise ValueError(f"{name} cannot be sampled ({draws.stream}, {draws.step}): {error}") from error
+    size = len(asked[0].texts)
+    return (
+        [sampled[start : start + size] for start in range(0, size * len(asked), size)] if size else [[] for _ in asked]
+    )
+
+
+def _response(team: AgentTeam, agent: int, row: SampledIds) -> Response:
+    text = str(team.tokenizer(agent).decode(row.token_ids, skip_special_tokens=True))
+    return Response(text, row.token_ids, row.finished)

@@ -6,6 +6,7 @@ from pbrl_lightning.callbacks.comparator_history import ComparatorHistory
 from pbrl_lightning.callbacks.graceful_stop import GracefulStop
 from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
 from pbrl_lightning.callbacks.round_checkpoint import RoundCheckpoint
+from pbrl_lightning.callbacks.round_times import RoundTimes
 
 __all__ = [
     "AgentExport",
@@ -14,4 +15,5 @@ __all__ = [
     "GracefulStop",
     "JointEvaluation",
     "RoundCheckpoint",
+    "RoundTimes",
 ]

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from pbrl_lightning.timing import spending
 
+
+@spending("saving")
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object], *, exclusive: bool = False) -> None:
     """Writes a file so that there is either the old one or the whole new one, also after a loss of power.
 

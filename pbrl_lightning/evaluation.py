@@ -16,6 +16,7 @@ from pbrl_lightning.batches import EvaluationBatch, Response, TaskItem, TeamSamp
 from pbrl_lightning.distributed import this_process, together
 from pbrl_lightning.preferences.oracle import Oracle, accepted_keywords
 from pbrl_lightning.sharding import gathered
+from pbrl_lightning.timing import spending
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Evaluator:
     seed: int
     metrics: Callable[..., dict[str, float]] | None = None
 
+    @spending("evaluating")
     def evaluate(self, team: AgentTeam, indices: list[int], num_responses: int = 1) -> EvaluationBatch:
         """Scores ``num_responses`` joint responses to each of these items, ``B = len(indices) * num_responses``.
 

@@ -18,6 +18,7 @@ from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.pair_tokens import collate_rows
 from pbrl_lightning.randomness import counted_generator, counted_permutation
 from pbrl_lightning.sharding import gathered
+from pbrl_lightning.timing import spending
 
 Rows = list[tuple[list[int], list[int]]]
 """Token ids of a prompt and of what follows it, per row."""
@@ -258,11 +259,13 @@ class RolloutLoader:
             step=self.epoch,
         )
         seconds = time.monotonic() - started
-        rewards, scored = self._score(items, samples)
+        with spending("scoring"):
+            rewards, scored = self._score(items, samples)
         agent_rows = [_response_rows(samples, agent) for agent in range(self.team.num_agents)]
         prompts, completions = _texts(samples)
         critic_rows = self.learner.critic_rows(prompts, completions)
-        old_values, kl, clamped = self._quantities(agent_rows, critic_rows)
+        with spending("scoring"):
+            old_values, kl, clamped = self._quantities(agent_rows, critic_rows)
         returns = rewards - self.learner.kl_coef * kl
         return _Share(agent_rows, critic_rows, rewards, scored, returns, old_values, kl, clamped, seconds)
 

@@ -16,6 +16,7 @@ from pbrl_lightning.agents.prompts import Formatter
 from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_responses
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem
 from pbrl_lightning.randomness import Stream, counted_uniforms
+from pbrl_lightning.timing import spending
 
 if TYPE_CHECKING:
     from pbrl_lightning.agents.team import AgentTeam
@@ -50,6 +51,7 @@ class _Questions:
     uniforms: list[Tensor]
 
 
+@spending("tokenising")
 def answer(
     team: AgentTeam,
     formatters: dict[int, Formatter],
@@ -116,7 +118,7 @@ def _sample(team: AgentTeam, asked: list[_Questions], draws: Draws) -> list[list
     first, together = asked[0].agent, len(asked) > 1
     adapters = [str(team.adapter(questions.agent)) for questions in asked for _ in questions.texts]
     try:
-        with nullcontext() if together else team.active(first):
+        with spending("sampling"), nullcontext() if together else team.active(first):
             sampled = sample_responses(
                 team.model(first),
                 [ids for questions in asked for ids in questions.prompt_ids],

@@ -28,6 +28,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from pbrl_lightning.importing import package_file
+from pbrl_lightning.timing import spending
 
 TINY = "builtin:tiny"
 """Name of a random 2-layer Llama with a byte tokenizer, for tests and ``configs/debug``."""
@@ -169,6 +170,7 @@ TOKENIZER_FILES = (
 )
 
 
+@spending("saving")
 def write_directory(target: Path, write: Callable[[Path], None], *, replace: bool = True) -> None:
     """Writes a directory under a temporary name and renames it, so that a half-written one is never found.
 

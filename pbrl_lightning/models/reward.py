@@ -11,6 +11,7 @@ from pbrl_lightning.batches import PairTokens, PreferencePair
 from pbrl_lightning.models.classifier import has_classifier
 from pbrl_lightning.models.scalar import ScalarModel
 from pbrl_lightning.preferences.pair_tokens import collate_rows, drop_identical
+from pbrl_lightning.timing import spending
 
 TOKEN_BUDGET = 16384
 """Most tokens (padding counted) scored in one forward."""
@@ -28,6 +29,7 @@ class JointRewardModel(ScalarModel):
             )
         return super().load()
 
+    @spending("tokenising")
     def encode_pairs(self, pairs: list[PreferencePair]) -> tuple[list[PreferencePair], list[PairTokens]]:
         """The pairs whose sides differ as tokens, each as the pair of two joint texts; others are counted."""
         tokens = []

@@ -25,6 +25,7 @@ from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.rounds import log_to
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.sharding import share_out
+from pbrl_lightning.timing import add_seconds, spending
 
 if TYPE_CHECKING:
     from pbrl_lightning.models.reward import JointRewardModel
@@ -138,9 +139,9 @@ class LearnerModule(L.LightningModule):
 
     def wanted_callbacks(self) -> list[L.Callback]:
         """What a run of this module needs, unless the user gives one of the kind."""
-        from pbrl_lightning.callbacks import AgentExport, GracefulStop
+        from pbrl_lightning.callbacks import AgentExport, GracefulStop, RoundTimes
 
-        return [AgentExport(), GracefulStop()]
+        return [RoundTimes(), AgentExport(), GracefulStop()]
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
@@ -177,6 +178,7 @@ class LearnerModule(L.LightningModule):
             self.log_dict(self.trainer.datamodule.rollout_metrics, logger=False)  # type: ignore[attr-defined]
         num_tokens = sum(int(rows.attention_mask.sum()) for rows in batch.agents)
         seconds = time.monotonic() - self._batch_started
+        add_seconds("training", seconds)
         self.log("train/tokens_per_second", num_tokens / max(seconds, 1e-9), batch_size=len(batch))
 
     @override
@@ -354,6 +356,7 @@ class TeamModule(LearnerModule):
         ]
 
     @override
+    @spending("tokenising")
     def encode_pairs(self, pairs: list[PreferencePair]) -> tuple[list[PreferencePair], list[PairTokens]]:
         return trainable_pairs(self.team, pairs)
 

@@ -18,6 +18,7 @@ from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.scoring import JudgeScorer, OracleScorer, PreferenceJudge, Scorer, Scores, Side
 from pbrl_lightning.preferences.selection import PairSelection, base_pairs, comparator_pairs
 from pbrl_lightning.randomness import counted_generator
+from pbrl_lightning.timing import spending
 
 
 @dataclass
@@ -108,8 +109,9 @@ class Collector:
         actors = self._sample(team, "actors", items, item_indices, phase, self.num_candidates)
         scorer = self._scorer(team, journal)
         if self.comparator is None:
-            rows = zip(items, actors, scorer.among(items, actors), strict=True)
-            return [self._base(sample, scores, round_number) for _, sample, scores in rows]
+            with spending("scoring"):
+                own_scores = scorer.among(items, actors)
+            return [self._base(*row, round_number) for row in zip(actors, own_scores, strict=True)]
         count = self.comparator.num_candidates or self.num_candidates
         with self.comparator.open(team, phase) as speaker:
             others = self._sample(speaker, "comparator", items, item_indices, phase, count)
@@ -121,9 +123,11 @@ class Collector:
                     f"the comparator has no response to task item {sample.item_index}, which gives no pairs; further "
                     "ones are counted as `items_without_comparator`",
                 )
+        with spending("scoring"):
+            both_scores = scorer.between(items, actors, others)
         return [
             self._against(actor, other, *scores, round_number)
-            for actor, other, scores in zip(actors, others, scorer.between(items, actors, others), strict=True)
+            for actor, other, scores in zip(actors, others, both_scores, strict=True)
         ]
 
     def _scorer(self, team: AgentTeam, journal: CollectionJournal) -> Scorer:
@@ -155,7 +159,8 @@ class Collector:
             "step": phase.round_number,
         }
         if side == "comparator" and self.comparator is not None and self.comparator.is_remote:
-            return speaker.sample(items, item_indices, **options)
+            with spending("sampling"):
+                return speaker.sample(items, item_indices, **options)
         journal, samples = phase.journal, dict[int, TeamSample]()
         for index in item_indices:
             if (key := ("sample", side, index)) in journal:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from pbrl_lightning.batches import Response, TeamSample
 from pbrl_lightning.durable import sync_directory
+from pbrl_lightning.timing import spending
 
 Key = tuple[str | int, ...]
 
@@ -64,6 +65,7 @@ class CollectionJournal:
         self.write(added.items())
         self._entries.update(added)
 
+    @spending("saving")
     def write(self, entries: Iterable[tuple[Key, Any]]) -> None:
         """As :meth:`add`, for values that only a restarted collection will look up."""
         lines = [json.dumps([list(key), value], allow_nan=False) + "\n" for key, value in entries]

@@ -1,0 +1,52 @@
+"""What a process spends its time on, by activity."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Literal, get_args
+
+Activity = Literal["sampling", "scoring", "tokenising", "training", "evaluating", "saving"]
+ACTIVITIES: Final[tuple[Activity, ...]] = get_args(Activity)
+
+_seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
+_doing: list[Activity] = []
+_since = 0.0
+
+
+def _account() -> None:
+    """Counts the time since the last change for what was being done."""
+    global _since
+    now = time.monotonic()
+    if _doing:
+        _seconds[_doing[-1]] += now - _since
+    _since = now
+
+
+@contextmanager
+def spending(activity: Activity) -> Iterator[None]:
+    """Counts the time inside as this activity's, and not as that of one around it; an evaluation keeps all of its own.
+
+    Also a decorator. Of one thread, the first: what others do is part of what it waits for.
+    """
+    _account()
+    _doing.append("evaluating" if "evaluating" in _doing else activity)
+    try:
+        yield
+    finally:
+        _account()
+        _doing.pop()
+
+
+def add_seconds(activity: Activity, seconds: float) -> None:
+    """Counts time that was measured elsewhere, with nothing counted inside of it."""
+    _seconds[activity] += seconds
+
+
+def take_seconds() -> dict[Activity, float]:
+    """Seconds of each activity since the last call."""
+    _account()
+    taken = dict(_seconds)
+    _seconds.update(dict.fromkeys(ACTIVITIES, 0.0))
+    return taken

@@ -7,6 +7,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers import ARCHITECTURES, assert_close, count_layer_forwards, make_batch, tiny
 from pbrl_lightning.agents.adapters import LoraOptions, adapter_active
@@ -204,6 +206,7 @@ def test_fault_B46_B47_wrappers_with_other_signatures(wrapper, budget):
 def test_fault_B32_checkpointing_is_active_in_eval_mode_and_gradients_are_equal(architecture):
     model = tiny(architecture)
     calls, batch, gradients, counts = count_layer_forwards(model), make_batch(PROMPTS, RESPONSES), [], []
+    sequence_logps(model, batch)  # tries packing, once
     for context in (None, plain_contexts):
         model.zero_grad()
         calls.clear()
@@ -255,6 +258,7 @@ def test_fault_B51_joint_backward_of_two_adapters_with_checkpointing(target_modu
     results = []
     for checkpointing in (False, True):
         team = lora_team(tiny("llama"), checkpointing, target_modules=target_modules)
+        joint_gradients(team)  # tries packing, once
         calls = count_layer_forwards(team)
         results.append(joint_gradients(team))
         assert len(calls) == (8 if checkpointing else 4)  # 2 agents x 2 layers, once more in the backward
@@ -377,3 +381,44 @@ def test_fault_B21_bf16_gap_between_batch_sizes_is_small():
 def test_models_without_layers_to_checkpoint_are_named():
     with pytest.raises(ValueError, match=r"Linear has no checkpointable layers.*gradient_checkpointing=False"):
         sequence_logps(nn.Linear(2, 2), make_batch(PROMPTS, RESPONSES), layer_context=plain_contexts)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most numbers that any tensor had that was made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.most = max(self.most, tensor.numel())
+        return result
+
+
+def test_memory_is_bounded_in_a_vocabulary_of_150_000():
+    vocabulary = 151_936
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    prompts, responses = [[5, 6, 7]] * 8, [[index * 17 + place * 1001 for place in range(60)] for index in range(8)]
+    budget = 12 * vocabulary  # rather than 480 rows of them
+    with LargestTensor() as largest:
+        summed = sequence_logps(model, make_batch(prompts, responses), logit_budget=budget)
+        summed.sum().backward()
+    assert vocabulary < largest.most <= budget
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    whole = sequence_logps(model, make_batch(prompts, responses), logit_budget=10**9)
+    whole.sum().backward()
+    assert_close(summed, whole)
+    assert_close(gradient, model.lm_head.weight.grad, 1e-4)

@@ -20,6 +20,13 @@ def batch(extra_padding=0):
     return make_batch(PROMPTS, RESPONSES, extra_padding=extra_padding)
 
 
+def varied(extra_padding=0):
+    """One long row, and short ones of other prompts that fit into one of its length together."""
+    prompts = [LONG, *([index, index + 3] for index in range(4, 9)), [9, 8, 7]]
+    responses = [[40, 41, 42, 43], *([index + 50] * (index % 3 + 1) for index in range(4, 9)), [60]]
+    return make_batch(prompts, responses, extra_padding=extra_padding)
+
+
 @pytest.fixture
 def packs(monkeypatch):
     """Turns packing on or off."""
@@ -40,11 +47,12 @@ def scored(model, rows, packs, on, **options):
     return found, gradients
 
 
+@pytest.mark.parametrize("kind", [batch, varied])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "granite"])
-def test_packed_rows_are_plain_rows(packs, architecture, dtype):
+def test_packed_rows_are_plain_rows(packs, architecture, dtype, kind):
     model = tiny(architecture, dtype, **({"sliding_window": 128} if architecture == "gemma2" else {}))
-    rows = batch(extra_padding=3)
+    rows = kind(extra_padding=3)
     plain, expected = scored(model, rows, packs, on=False)
     packed, gradients = scored(model, rows, packs, on=True)
     assert packed.layout.inputs["attention_mask"].dim() == 4
@@ -67,6 +75,20 @@ def test_what_is_shared_is_read_once(packs):
     assert (mask.diagonal(dim1=2, dim2=3) == 0).all()
     picked = layout.inputs["input_ids"][layout.row, layout.column]
     assert torch.equal(picked[batch().attention_mask], batch().input_ids[batch().attention_mask])
+
+
+def test_short_packs_stand_where_padding_would(packs):
+    packs(True)
+    layout = lay_out(tiny("llama").base_model, varied())
+    assert layout.inputs["input_ids"].shape == (2, len(LONG) + 4)
+    assert layout.row.tolist()[0] == [layout.row[0, 0].item()] * (len(LONG) + 4)
+    assert {int(row[0]) for row in layout.row[1:]} == {1 - int(layout.row[0, 0])}
+    rows = varied()
+    picked = layout.inputs["input_ids"][layout.row, layout.column]
+    assert torch.equal(picked[rows.attention_mask], rows.input_ids[rows.attention_mask])
+    # Each begins at position 0 and sees no other pack.
+    positions = layout.inputs["position_ids"][layout.row, layout.column]
+    assert (positions[rows.attention_mask] == (rows.attention_mask.cumsum(1) - 1)[rows.attention_mask]).all()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -1,7 +1,8 @@
 """Responses to the same prompt behind one copy of it: the prompt is computed once.
 
-A packed row is the prompt and then several responses, each with the positions it would have alone. A 4-D mask lets a
-response see the prompt and itself only, so that every hidden state is the one of an unpacked row, up to rounding.
+A pack is a prompt and then several responses, each with the positions it would have alone; a row holds one pack, or
+several short ones in the place of padding. A 4-D mask lets a response see its prompt and itself only, so that every
+hidden state is the one of an unpacked row, up to rounding.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
         return _as_it_is(decoder, batch)
     rows = _Rows.of(batch)
     size = _hidden_size(decoder)
-    packs = rows.packs(size)
-    width = max(pack.width for pack in packs)
-    pays = len(packs) * _cost(width, size) < 0.95 * count * _cost(plain_width, size)
+    bins = _into_bins(rows.packs(size))
+    width = _width(bins)
+    pays = len(bins) * _cost(width, size) < 0.95 * count * _cost(plain_width, size)
     # The processes of a sharded run must run the same forwards, so there it is looked at whether it pays now or not.
     possible = (pays or in_shares(decoder)) and _packs_truly(decoder, batch.input_ids.device)
     if not (possible and pays):
         return _as_it_is(decoder, batch)
-    return _packed(batch, rows, packs, width, _dtype(decoder))
+    return _packed(batch, rows, bins, _dtype(decoder))
 
 
 @dataclass
 class _Pack:
-    """One packed row: a prompt, and responses that stand at ``starts``."""
+    """A prompt and responses to it, one behind the other."""
 
     prompt: tuple[int, ...]
     responses: list[tuple[int, ...]]
@@ -74,13 +75,24 @@ class _Pack:
     def width(self) -> int:
         return len(self.prompt) + sum(map(len, self.responses))
 
-    @property
-    def starts(self) -> list[int]:
-        starts, at = [], len(self.prompt)
-        for response in self.responses:
-            starts.append(at)
-            at += len(response)
-        return starts
+
+def _into_bins(packs: list[_Pack]) -> list[list[_Pack]]:
+    """Rows of several packs, none wider than the widest pack: what padding would fill, short packs do (first fit)."""
+    packs = sorted(packs, key=lambda pack: pack.width, reverse=True)
+    bins: list[list[_Pack]] = []
+    left: list[int] = []
+    for pack in packs:
+        place = next((index for index, room in enumerate(left) if room >= pack.width), len(bins))
+        if place == len(bins):
+            bins.append([])
+            left.append(packs[0].width)
+        bins[place].append(pack)
+        left[place] -= pack.width
+    return bins
+
+
+def _width(bins: list[list[_Pack]]) -> int:
+    return max(sum(pack.width for pack in packs) for packs in bins)
 
 
 @dataclass
@@ -126,40 +138,48 @@ def _responses_per_pack(prompt: int, response: int, count: int, hidden_size: int
     return min(sizes, key=lambda size: -(-count // size) * _cost(prompt + size * response, hidden_size))
 
 
-def _packed(batch: TokenBatch, rows: _Rows, packs: list[_Pack], width: int, dtype: torch.dtype) -> Layout:
-    device = batch.input_ids.device
-    ids = torch.zeros(len(packs), width, dtype=torch.long)
-    positions = torch.zeros(len(packs), width, dtype=torch.long)
-    segments = torch.full((len(packs), width), -1)  # 0 is the prompt, then the responses, -1 padding
-    places: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
-    for index, pack in enumerate(packs):
-        length = len(pack.prompt)
-        ids[index, : pack.width] = torch.tensor([*pack.prompt, *(i for said in pack.responses for i in said)])
-        positions[index, :length] = torch.arange(length)
-        segments[index, :length] = 0
-        for number, (start, response) in enumerate(zip(pack.starts, pack.responses, strict=True), 1):
-            positions[index, start : start + len(response)] = torch.arange(length, length + len(response))
-            segments[index, start : start + len(response)] = number
-            places[pack.prompt, response] = index, start
+def _packed(batch: TokenBatch, rows: _Rows, bins: list[list[_Pack]], dtype: torch.dtype) -> Layout:
+    device, shape = batch.input_ids.device, (len(bins), _width(bins))
+    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    # Which pack of its row a token belongs to (-1: padding), and which response of it (0: the prompt).
+    packs, segments = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long)
+    places: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int, int]] = {}
+    for index, row_packs in enumerate(bins):
+        at = 0
+        for number, pack in enumerate(row_packs):
+            length = len(pack.prompt)
+            packs[index, at : at + pack.width] = number
+            ids[index, at : at + pack.width] = torch.tensor(
+                [*pack.prompt, *(i for said in pack.responses for i in said)]
+            )
+            positions[index, at : at + length] = torch.arange(length)
+            start = at + length
+            for segment, response in enumerate(pack.responses, 1):
+                stop = start + len(response)
+                positions[index, start:stop] = torch.arange(length, length + len(response))
+                segments[index, start:stop] = segment
+                places[pack.prompt, response] = index, at, start
+                start = stop
+            at += pack.width
     row = torch.zeros_like(batch.input_ids, device="cpu")
     column = torch.zeros_like(row)
     for at, (prompt, response, first) in enumerate(zip(rows.prompts, rows.responses, rows.first_columns, strict=True)):
-        index, start = places[prompt, response]
+        index, begin, start = places[prompt, response]
         row[at] = index
         middle = first + len(prompt)
-        column[at, first:middle] = torch.arange(len(prompt))
+        column[at, first:middle] = torch.arange(begin, begin + len(prompt))
         column[at, middle : middle + len(response)] = torch.arange(start, start + len(response))
-    inputs = {"input_ids": ids, "attention_mask": _mask(segments, dtype), "position_ids": positions}
+    inputs = {"input_ids": ids, "attention_mask": _mask(packs, segments, dtype), "position_ids": positions}
     return Layout({name: value.to(device) for name, value in inputs.items()}, row.to(device), column.to(device))
 
 
-def _mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
+def _mask(packs: Tensor, segments: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to attention scores, shape ``(B, 1, T, T)``; padding sees itself, so that no row is empty."""
     width = segments.shape[1]
-    seen, seeing = segments[:, None, :], segments[:, :, None]
     causal = torch.ones(width, width, dtype=torch.bool).tril()
-    allowed = causal & (seen >= 0) & ((seen == 0) | (seen == seeing)) & (seeing >= 0)
-    allowed |= torch.eye(width, dtype=torch.bool)
+    same_pack = (packs[:, None, :] == packs[:, :, None]) & (packs >= 0)[:, None, :]
+    own = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
+    allowed = (causal & same_pack & own) | torch.eye(width, dtype=torch.bool)
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None]
 
 
@@ -187,13 +207,13 @@ def may_exchange_attention(decoder: nn.Module, width: int) -> bool:
 
 @torch.no_grad()
 def _packs_truly(decoder: nn.Module, device: torch.device) -> bool:
-    """Whether the decoder gives the same states for packed rows: looked at once, on two short ones."""
+    """Whether the decoder gives the same states for packed rows: looked at once, on three short ones."""
     if decoder not in _PACKS:
-        rows = _Rows([(1, 2, 3)] * 2, [(4, 5), (6, 7)], [0, 0])
+        rows = _Rows([(1, 2, 3), (1, 2, 3), (8, 9, 5)], [(4, 5), (6, 7), (6, 4)], [0, 0, 0])
         ids = torch.tensor([[*p, *r] for p, r in zip(rows.prompts, rows.responses, strict=True)])
-        small = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(5).expand(2, 5) >= 3).to(device)
-        packs = [_Pack(rows.prompts[0], rows.responses)]
-        packed = _packed(small, rows, packs, packs[0].width, _dtype(decoder))
+        small = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(5).expand(3, 5) >= 3).to(device)
+        packs = [_Pack(rows.prompts[0], rows.responses[:2]), _Pack(rows.prompts[2], rows.responses[2:])]
+        packed = _packed(small, rows, [packs], _dtype(decoder))
         places = small.attention_mask.nonzero(as_tuple=True)
         plain = _as_it_is(decoder, small)
         limit = 0.05 if torch.finfo(_dtype(decoder)).bits == 16 else 1e-3

@@ -13,7 +13,7 @@ help:
 	@echo "make test-fast    the tests that take seconds"
 	@echo "make soak         50 runs that are killed, and one of 200 rounds (a few minutes)"
 	@echo "make lint         ruff, mypy, codespell"
-	@echo "make bench        speed and memory (PEER=python: beside CoMLRL's), concurrent requests, the quickstart's seeds"
+	@echo "make bench        speed, memory, growth (PEER=python: beside CoMLRL's), concurrent requests, the quickstart's seeds"
 	@echo "make clean        remove $(VENV), caches and builds; runs are kept"
 
 # Done once, and again when a dependency changes. The constraints hold torch to the tested version: left free, pip
@@ -44,6 +44,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/speed.py $(if $(PEER),--peer $(PEER))
+	$(BIN)/python benchmarks/linear_cost.py
 	$(BIN)/python benchmarks/api_concurrency.py
 	$(BIN)/python benchmarks/quickstart_seeds.py
 

@@ -9,7 +9,9 @@ Prints a table and writes it, with every single time, as JSON. With the peer it 
 Columns: *seconds* is the median of one call after one to warm up. *of the limit* is useful FLOP/s over the rate of the
 same matrix products in the same minute (`speed_parts/limit.py` defines both). *peer* is CoMLRL 1.4.3 on the same items,
 prompts, lengths and candidate counts in fp32, run by the interpreter that `--peer` names, in turns with ours; *ratio*
-is how many times as good as the peer we are (time, or peak memory).
+is how many times as good as the peer we are (time, or peak memory). Precisions: *bf16* holds the weights in bfloat16,
+*mixed* float32 weights with matrix products in bfloat16, in training (autocast) and in sampling (`sampling.dtype`);
+their ratio is to the peer's fp32.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def main() -> None:
     """Prints the table and writes the JSON, row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ENTRIES, default=ENTRIES, metavar="NAME", help=", ".join(ENTRIES))
-    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16", "mixed"), default=("fp32", "bf16"))
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16", "mixed"), default=("fp32", "bf16", "mixed"))
     parser.add_argument("--lengths", nargs="+", choices=("short", "long"), default=("short", "long"), help="of prompts")
     parser.add_argument("--peer", metavar="PYTHON", help="an interpreter that has comlrl==1.4.3")
     parser.add_argument("--threads", type=int, default=2, help="threads of each side (2)")

@@ -42,7 +42,7 @@ def test_speed_with_the_tiny_team(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))["rows"]
-    both = [f"{length} {precision}" for precision in ("fp32", "bf16") for length in ("short", "long")]
+    both = [f"{length} {precision}" for precision in ("fp32", "bf16", "mixed") for length in ("short", "long")]
     lora = ["short fp32 LoRA", "long fp32 LoRA"]
     timed = [f"sampling {kind} K={count}" for kind in both + lora for count in (4, 6)]
     timed += [f"MADPO update {kind}" for kind in both + lora]
@@ -64,3 +64,15 @@ def test_speed_with_the_tiny_team(tmp_path):
     by_name = {row["name"]: row for row in rows}
     assert by_name["memory full N=2"]["extra"]["times_one_model"] == pytest.approx(8, rel=1e-3)
     assert by_name["memory LoRA N=2"]["extra"]["times_one_model"] < 2
+
+
+@pytest.mark.slow
+def test_linear_cost_with_the_tiny_team(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks/linear_cost.py"), "--tiny", "--threads", "1", "--out", "cost"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "cost.json").read_text(encoding="utf-8"))
+    assert len(report) == 5
+    assert all(seconds > 0 for series in report.values() for _, seconds in series["points"])
+    assert (tmp_path / "cost.png").stat().st_size > 5000

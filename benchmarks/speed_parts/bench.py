@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from pbrl_lightning import AgentTeam
+from pbrl_lightning import AgentTeam, SamplingConfig
 from speed_parts.limit import Matrices, Products, seconds_of
 from speed_parts.peer import Peer
 from speed_parts.rows import Turns
@@ -37,6 +37,10 @@ class Variant:
         """The context of a forward and its loss."""
         return torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "mixed")
 
+    def sampling(self, work: Workload) -> SamplingConfig:
+        """How responses are sampled: ``mixed`` makes the matrix products in bfloat16."""
+        return replace(work.sampling, dtype="bfloat16" if self.precision == "mixed" else None)
+
     def matrices(self, team: AgentTeam) -> list[Matrices]:
         """Each agent's weight matrices."""
         dtype = torch.bfloat16 if self.precision == "mixed" else None
@@ -52,12 +56,14 @@ class Bench:
         repeats: How often each thing is timed.
         precisions: See :class:`Variant`.
         peer: The peer, or None.
+        known_peer: Its seconds in fp32, by what it was asked for.
     """
 
     work: Workload
     repeats: int
     precisions: tuple[str, ...]
     peer: Peer | None
+    known_peer: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def lengths(self) -> list[str]:
@@ -73,10 +79,18 @@ class Bench:
     def turns(
         self, variant: Variant, products: list[tuple[Matrices, list[Products]]], what: str, **request: Any
     ) -> Turns:
-        """Turns with the limit, and with the peer where it can do the same: full models in fp32."""
-        if self.peer is None or variant != Variant("fp32"):
+        """Turns with the limit, and with the peer where it can do the same: full models in fp32.
+
+        Other precisions of full models are set beside what the peer took for the same in fp32 before.
+        """
+        key = f"{what} {sorted(request.items(), key=str)}"
+        if self.peer is None or variant.lora:
             return Turns(products)
-        return Turns(products, partial(self.peer.seconds, what, **request))
+        if variant.precision != "fp32":
+            return Turns(products, known=self.known_peer.get(key))
+        turns = Turns(products, partial(self.peer.seconds, what, **request))
+        self.known_peer[key] = turns.peers
+        return turns
 
     def repeat(self, turns: Turns, ours: Callable[[], object], warm_up: bool) -> Turns:
         """Adds our calls; the peer warms up by itself, once per kind of work."""

@@ -25,8 +25,6 @@ from speed_parts.workload import DTYPES, pair_records
 def sampling(bench: Bench) -> Rows:
     """Collection: sample, score, keep pairs."""
     for variant in bench.variants(lora=True):
-        if variant.precision == "mixed":
-            continue  # the weights are those of fp32, and sampling takes no autocast
         team = bench.work.team(variant.precision, lora=variant.lora)
         counts = (bench.work.num_candidates, bench.work.many_candidates)
         for number, (length, count) in enumerate(itertools.product(bench.lengths, counts)):
@@ -37,7 +35,7 @@ def _sampling_row(bench: Bench, variant: Variant, team: AgentTeam, length: str, 
     work = bench.work
     items, rounds = work.items(team, length), itertools.count(1)
     lengths = prompt_lengths(team, work, items)
-    collector = Collector(Oracle(reward), work.sampling, count, "reward_gap", PAIRS_PER_ITEM, seed=0)
+    collector = Collector(Oracle(reward), variant.sampling(work), count, "reward_gap", PAIRS_PER_ITEM, seed=0)
 
     def collect() -> None:
         collected = collector.collect(team, items, list(range(len(items))), next(rounds))
@@ -139,7 +137,7 @@ def _policy_row(
     items, epochs = work.items(team, length), itertools.count()
 
     def step() -> None:
-        how = (module, team, items, Oracle(reward), work.sampling, len(items), len(items))
+        how = (module, team, items, Oracle(reward), variant.sampling(work), len(items), len(items))
         update(next(iter(RolloutLoader(*how, seed=0, epoch=next(epochs)))))
 
     said = len(items) * count * work.new_tokens

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 
-from pbrl_lightning import CurrentComparator, MADPOModule, PreferenceDataModule
+from pbrl_lightning import CurrentComparator, MADPOModule, PreferenceDataModule, ReplayBuffer, SamplingConfig
 from pbrl_lightning.callbacks import AgentExport
 from pbrl_lightning.rounds import RoundCallback
 from speed_parts.bench import PAIRS_PER_ITEM, Bench, Variant, prompt_lengths
@@ -97,7 +97,8 @@ def _round_row(bench: Bench, variant: Variant, length: str) -> Row:
     turns = bench.turns(variant, products, "round", items=items, **sizes)
     clock = Clock(turns)
     precision = "bf16-mixed" if variant.precision == "mixed" else "32-true"
-    _fit(MADPOModule(team, num_iterations=1 + bench.repeats), work, items, clock, precision)
+    module = MADPOModule(team, num_iterations=1 + bench.repeats)
+    fit_rounds(module, work, items, [clock], precision=precision, sampling=variant.sampling(work))
     seconds = dict(zip(STAGES, map(median, zip(*clock.parts, strict=True)), strict=True))
     note = ", ".join(f"{stage} {part / sum(seconds.values()):.1%}" for stage, part in seconds.items())
     both = 2 * len(items) * work.num_candidates
@@ -106,7 +107,17 @@ def _round_row(bench: Bench, variant: Variant, length: str) -> Row:
     )
 
 
-def _fit(module: MADPOModule, work: Workload, items: list[dict[str, Any]], clock: Clock, precision: Any) -> None:
+def fit_rounds(
+    module: MADPOModule,
+    work: Workload,
+    items: list[dict[str, Any]],
+    callbacks: list[L.Callback],
+    replay: ReplayBuffer | None = None,
+    *,
+    precision: Any = "32-true",
+    sampling: SamplingConfig | None = None,
+) -> None:
+    """An iterative run against the current agents, without logs, checkpoints and export."""
     data = PreferenceDataModule(
         items,
         reward,
@@ -114,7 +125,8 @@ def _fit(module: MADPOModule, work: Workload, items: list[dict[str, Any]], clock
         num_candidates=work.num_candidates,
         pairs_per_sample=PAIRS_PER_ITEM,
         batch_size=work.batch_size,
-        sampling=work.sampling,
+        sampling=sampling or work.sampling,
+        replay=replay,
     )
     with tempfile.TemporaryDirectory() as scratch, _quiet():
         trainer = L.Trainer(
@@ -125,7 +137,7 @@ def _fit(module: MADPOModule, work: Workload, items: list[dict[str, Any]], clock
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[clock, NoExport()],
+            callbacks=[*callbacks, NoExport()],
         )
         trainer.fit(module, data)
 

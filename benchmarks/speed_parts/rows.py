@@ -50,22 +50,26 @@ class Turns:
     Args:
         products: The matrix products of one call, per model.
         theirs: One call of the peer; returns its seconds. None without a peer.
+        known: Seconds of the peer that were taken before, instead.
     """
 
     def __init__(
-        self, products: list[tuple[Matrices, list[Products]]], theirs: Callable[[], float] | None = None
+        self,
+        products: list[tuple[Matrices, list[Products]]],
+        theirs: Callable[[], float] | None = None,
+        known: list[float] | None = None,
     ) -> None:
         self._products, self._theirs = products, theirs
         self._ours: list[float] = []
         self._limits: list[float] = []
-        self._peers: list[float] = []
+        self.peers: list[float] = list(known or [])
 
     def add(self, seconds: float) -> None:
         """Takes the time of one of our calls, and measures the others now."""
         self._ours.append(seconds)
         self._limits.append(sum(matrices.seconds(some) for matrices, some in self._products))
         if self._theirs is not None:
-            self._peers.append(self._theirs())
+            self.peers.append(self._theirs())
 
     def row(self, name: str, amount: float, unit: str, *, note: str = "", extra: dict[str, Any] | None = None) -> Row:
         """The row.
@@ -77,7 +81,7 @@ class Turns:
             note: What else the table says.
             extra: Further numbers.
         """
-        ours, limits, peers = self._ours, self._limits, self._peers
+        ours, limits, peers = self._ours, self._limits, self.peers
         flops = sum(matrices.flops(some) for matrices, some in self._products)
         numbers = {
             "all_seconds": ours,
@@ -94,10 +98,17 @@ class Turns:
             seconds=median(ours),
             limit_share=median(limit / own for limit, own in zip(limits, ours, strict=True)),
             peer=amount / median(peers) if peers else None,
-            ratio=median(peer / own for peer, own in zip(peers, ours, strict=True)) if peers else None,
+            ratio=_ratio(peers, ours) if peers else None,
             note=note,
             extra={**numbers, **(extra or {})},
         )
+
+
+def _ratio(peers: list[float], ours: list[float]) -> float:
+    """Median of neighbouring calls; a run that was stopped, or times taken before, may have fewer of the peer's."""
+    if len(peers) != len(ours):
+        return median(peers) / median(ours)
+    return median(peer / own for peer, own in zip(peers, ours, strict=True))
 
 
 _HEADS = ("what", "ours", "unit", "seconds", "of the limit", "peer", "ratio", "note")

@@ -231,7 +231,7 @@ def test_sampling_in_bfloat16_is_sampling_nearly_the_same_policy(every_size, mon
 
     monkeypatch.setattr(products, "_converted", converted)
     fast = team.sample(ITEMS, [0, 1], **options_of(dtype="bfloat16"))
-    assert set(dtypes) == {(torch.float32, torch.bfloat16)}
+    assert set(dtypes) == {(torch.float32, torch.bfloat16), (torch.float32, torch.float32)}  # the head stays precise
     # This model's probabilities are nearly equal, so that few draws lie next to a boundary.
     assert [sample.responses for sample in fast] == [s.responses for s in team.sample(ITEMS, [0, 1], **options_of())]
     with pytest.raises(ValueError, match="`dtype` must be 'bfloat16', 'float16' or null"):

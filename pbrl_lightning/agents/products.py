@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 SMALLEST = 2**15
 """Numbers in the smallest matrix that is worth a copy."""
@@ -36,11 +37,13 @@ def ready_products(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
     devices = {parameter.device.type for parameter in model.parameters()}
     with ExitStack() as stack:
         if devices == {"cpu"}:
+            head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
             layers = [layer for layer in model.modules() if type(layer) is nn.Linear and _worth_it(layer, dtype)]
             size = sum(layer.weight.numel() * (dtype or layer.weight.dtype).itemsize for layer in layers)
             if size < device_memory(torch.device("cpu")) / 4:
                 for layer in layers:
-                    stack.enter_context(_ready_layer(layer, dtype))
+                    # Logits of some 20 in bfloat16 are rounded to an eighth: the head keeps its precision.
+                    stack.enter_context(_ready_layer(layer, None if layer is head else dtype))
         elif dtype is not None:
             for device in devices:
                 stack.enter_context(torch.autocast(device, dtype=dtype))

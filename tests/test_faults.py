@@ -22,7 +22,7 @@ from pbrl_lightning import (
     ModelComparator,
     PreferenceDataModule,
 )
-from pbrl_lightning.agents import team as team_module
+from pbrl_lightning.agents import answering
 from pbrl_lightning.agents.loading import tiny_tokenizer
 from pbrl_lightning.agents.prompts import ChatTemplate
 from pbrl_lightning.batches import PreferencePair
@@ -131,13 +131,13 @@ def test_fault_B06_B07_exactly_one_bos_wherever_a_prompt_goes(tmp_path, iterativ
         formatters=[ChatTemplate("{prompt}", system="Be brief."), "{prompt}"],
     )
     sampled = []
-    sample = team_module.sample_responses
+    sample = answering.sample_responses
 
     def spy(model, prompts, *rest):
         sampled.extend(prompts)
         return sample(model, prompts, *rest)
 
-    monkeypatch.setattr(team_module, "sample_responses", spy)
+    monkeypatch.setattr(answering, "sample_responses", spy)
     seen = Spy()
     data = make_data(iterative=iterative, eval_items=None)
     make_trainer(tmp_path, [seen]).fit(make_module(team, 1 if iterative else None, num_train_epochs=1), data)

@@ -30,7 +30,7 @@ _pbrl() {{
             esac
         fi
     fi
-    [[ -n $words ]] && COMPREPLY=($(compgen -W "$words" -- "$current"))
+    if [[ -n $words ]]; then COMPREPLY=($(compgen -W "$words" -- "$current")); fi
 }}
 complete -o default -F _pbrl pbrl
 """

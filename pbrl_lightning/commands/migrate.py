@@ -30,9 +30,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--items", type=str | None, help="Task items: a JSON or JSONL file, or an import path.")
     made.add_argument("--eval_items", type=str | None, help="Held-out task items.")
     made.add_argument("--reward_func", type=str | None, help="Import path of the reward, such as my_rewards:score.")
-    made.add_argument(
-        "--formatters", type=list[str] | None, nargs="*", help="Templates or import paths, one for all or each."
-    )
+    made.add_argument("--formatters", type=str, nargs="*", help="Templates or import paths, one for all or one each.")
     made.add_argument("--names", action="store_true", help="Print the table of names instead.")
     return made
 
@@ -53,12 +51,14 @@ def main(args: list[str]) -> None:
         return
     if options.source is None:
         raise ValueError("`source` must name a CoMLRL configuration (or give `--names`)")
+    if options.output is not None and Path(options.output).exists():
+        raise FileExistsError(f"`output` must not exist already, got {options.output}")
     formatters = options.formatters
     if formatters is not None and len(formatters) == 1:
         formatters = formatters[0]
     done = migrate_file(
         Path(options.source),
-        items=options.items,
+        items=options["items"],
         eval_items=options.eval_items,
         reward_func=options.reward_func,
         formatters=formatters,
@@ -67,8 +67,7 @@ def main(args: list[str]) -> None:
     if options.output is None:
         sys.stdout.write(text)
     else:
-        with Path(options.output).open("x", encoding="utf-8") as file:
-            file.write(text)
+        Path(options.output).write_text(text, encoding="utf-8")
         sys.stderr.write("\n".join(_report(done)) + "\n")
 
 

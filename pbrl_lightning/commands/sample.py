@@ -74,7 +74,7 @@ def main(args: list[str]) -> None:
     made = parser(of_run(Path(named.run)) if named.run is not None else None)
     options = made.instantiate_classes(made.parse_args(args))
     problems = []
-    if options.items is None:
+    if options["items"] is None:
         problems.append("`items` must be given (a file or the import path of a callable)")
     if options.num_candidates < 1:
         problems.append(f"`num_candidates` must be >= 1, got {options.num_candidates}")
@@ -82,7 +82,7 @@ def main(args: list[str]) -> None:
         problems.append(f"`output` must not exist already (or `--overwrite true`), got {options.output}")
     if problems:
         raise ValueError("; ".join(problems))
-    items = load_items(options.items, "items")
+    items = load_items(options["items"], "items")
     team = options.team.load()
     team.place([options.device or ("cuda" if torch.cuda.is_available() else "cpu")])
     how = {"num_candidates": options.num_candidates, "sampling": options.sampling, "seed": options.seed}

@@ -38,6 +38,7 @@ class Reading:
         others: The values of the other sections that are given, by section and name.
         left: What has no counterpart.
         problems: What is wrong with single values and names.
+        wrong: The run's options whose values are wrong.
     """
 
     run: str = ""
@@ -45,6 +46,7 @@ class Reading:
     others: dict[tuple[str, str], Any] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)
 
 
 def read_configuration(document: Any) -> Reading:
@@ -123,10 +125,11 @@ def _take(reading: Reading, name: Name, written: str, value: Any) -> None:
         except ValueError:
             shown = f"a {type(value).__name__}" if name.name in _NOT_SHOWN else repr(value)
             reading.problems.append(f"`{written}` must be {name.limits}, got {shown}")
+            reading.wrong.add(name.name)
             return
     if name.ours is None and name.name != _KEY:
         reading.left.append(Left(written, value, name.note))
-    elif name.section == "run":
+    if name.section == "run":
         reading.options[name.name] = value
     else:
         reading.others[name.section, name.name] = value

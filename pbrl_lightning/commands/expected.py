@@ -46,4 +46,4 @@ def _was_raised_here(traceback: TracebackType) -> bool:
     here = Path(code.co_filename)
     if not any(folder in here.parents for folder in _OURS):
         return False
-    return dis.opname[code.co_code[traceback.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+    return dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"

@@ -40,7 +40,9 @@ def trainer(directory, kind=PreferenceTrainer, **options):
 
 
 @quiet
-@pytest.mark.parametrize("comparator", [None, CurrentComparator()], ids=["base", "rounds"])
+@pytest.mark.parametrize(
+    "comparator", [pytest.param(None, marks=pytest.mark.slow), CurrentComparator()], ids=["base", "rounds"]
+)
 def test_collecting_gives_the_pairs_that_a_fit_would_train_on(comparator, tmp_path):
     team = AgentTeam("builtin:tiny", num_agents=2)
     before = {name: value.clone() for name, value in team.load().state_dict().items()}

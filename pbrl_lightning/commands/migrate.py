@@ -15,7 +15,7 @@ from pbrl_lightning.migration.names import names_table
 from pbrl_lightning.migration.reading import Left
 
 HELP = "Convert a CoMLRL configuration."
-_SECRET = re.compile(r"key|token|secret|password|auth", re.IGNORECASE)
+_SECRET = re.compile(r"(key|token|secret|password|auth|authorization|credentials?)$", re.IGNORECASE)
 
 
 def parser() -> ArgumentParser:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pbrl_lightning.migration.names import COMPARATORS, REPLAYS, ROUNDS, RUNS, names_of
+from pbrl_lightning.migration.names import COMPARATORS, PLACED, REPLAYS, ROUNDS, RUNS, names_of
 from pbrl_lightning.migration.reading import Left, Reading, read_configuration
 from pbrl_lightning.migration.rules import broken_rules, devices_of, endpoint_of, says_something
 
@@ -187,7 +187,7 @@ class _Parts:
             trainer["accelerator"] = "cpu" if kind == "cpu" else "gpu"
             trainer["devices"] = 1 if kind == "cpu" else [int(index or 0)]
         else:
-            self.leave("agent_devices", names_of("run")["agent_devices"].note)
+            self.leave("agent_devices", PLACED)
         samples = self.options.get("eval_num_samples")
         if samples == 0:
             self.leave("eval_num_samples", "give no `data.eval_items`, and nothing is evaluated")

@@ -126,7 +126,9 @@ _RATE, _NUMBER, _FLAG = Limits("number", above=0), Limits("number"), Limits("yes
 _TEXT, _TEXTS, _MAP = Limits("text"), Limits("texts"), Limits("mapping")
 _DEVICES = "a device or a list of them"
 _TURNS = "only runs of one turn exist, in which it has no effect"
-_PLACED = "Lightning places models: `trainer.accelerator`, `trainer.devices`, `trainer.strategy` (docs/scaling.md)"
+PLACED: Final = (
+    "Lightning places models: `trainer.accelerator`, `trainer.devices`, `trainer.strategy` (docs/scaling.md)"
+)
 
 
 def _run(name: str, ours: str | None, limits: Limits = _ANY, note: str = "", **more: Any) -> Name:
@@ -157,8 +159,8 @@ _TRAINING: Final = (
     _run("eval_interval", "evaluation.interval", _COUNT),
     _run("eval_num_samples", "evaluation.num_samples", _COUNT, "0: give no `data.eval_items`", moved=False),
     _run("eval_batch_size", None, _SIZE, "evaluation items are sampled together; nothing is needed"),
-    _run("parallel_training", None, Limits(choices=("none", "mp")), _PLACED),
-    _run("agent_devices", "trainer.devices", note=f"{_DEVICES}; one device is taken over, several are not: {_PLACED}",
+    _run("parallel_training", None, Limits(choices=("none", "mp")), PLACED),
+    _run("agent_devices", "trainer.devices", note=f"{_DEVICES}; one device is taken over, several are not: {PLACED}",
          moved=False),
     _run("discount", None, _NUMBER, _TURNS),
     _run("early_termination_threshold", None, _NUMBER, _TURNS),
@@ -178,7 +180,7 @@ _POLICY: Final = (
     _run("reference_devices", "reference_kl.devices", note=_DEVICES, moved=False),
     _run("reward_model_name", "reward_model.model", _TEXT, "default: the agents' model; `team` is an adapter on it",
          runs=RLHF),
-    _run("reward_model_device", None, _TEXT, f"on the agents' device; {_PLACED}", runs=RLHF),
+    _run("reward_model_device", None, _TEXT, f"on the agents' device; {PLACED}", runs=RLHF),
     _run("reward_learning_rate", "model.reward_learning_rate", _RATE, runs=RLHF),
     _run("reward_num_train_epochs", "model.num_reward_epochs", _SIZE, runs=RLHF),
     _run("reward_train_batch_size", "data.batch_size", _SIZE, "in pairs", runs=RLHF),
@@ -191,7 +193,7 @@ _POLICY: Final = (
     _run("critic_type", "critic.critic_type", Limits(choices=("v", "q")), "`q` needs `num_generations` >= 2 here",
          runs=RLHF, moved=False),
     _run("critic_learning_rate", "model.critic_learning_rate", _RATE, runs=RLHF, moved=False),
-    _run("critic_devices", None, note=f"on the agents' device; {_PLACED}", runs=RLHF),
+    _run("critic_devices", None, note=f"on the agents' device; {PLACED}", runs=RLHF),
     _run("value_loss_coef", "model.value_loss_coef", _RATE, runs=RLHF, moved=False),
     _run("value_clip_range", "critic.value_clip_range", _RATE, "of `AttachedCritics` alone; null clips nothing",
          runs=RLHF, null_counts=True, moved=False),

@@ -142,9 +142,9 @@ class PreferenceDataModule(L.LightningDataModule):
             self.evaluator = Evaluator(held_out, oracle, self.sampling, seed, eval_metrics)
         self._replay_dir = replay_dir
         self._limit_val_batches: int | float | None = None
-        self._start_afresh()
+        self.start_afresh()
 
-    def _start_afresh(self) -> None:
+    def start_afresh(self) -> None:
         """The state of a run before its first round; a resumed run's is loaded over it."""
         self.pair_source = PairSource(self.replay, self._replay_dir)
         self._progress = RunProgress()
@@ -181,7 +181,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self._held_out = None
         if stage != "fit":
             return
-        self._start_afresh()
+        self.start_afresh()
         validate_run(self, module)
         schedule = self._schedule
         module.check()
@@ -364,7 +364,7 @@ class PreferenceDataModule(L.LightningDataModule):
             return module.encode_pairs(held_out_split(pairs, self._held_out_fraction, self.seed)[0])
         self.pair_source.open(trainer)
         notify(trainer, "on_round_start", round_number)
-        collected = self.pair_source.collect(trainer, self._collector(), self.items, round_number)
+        collected = self.pair_source.collect(trainer, self.collector(), self.items, round_number)
         self._progress.env_step += collected.num_responses
         self._progress.total_pairs += len(collected.pairs)
         chosen = self.pair_source.select(self.seed, round_number, collected.pairs, self.iterative)
@@ -382,7 +382,8 @@ class PreferenceDataModule(L.LightningDataModule):
     def _held_out_fraction(self) -> float:
         return self._module.val_fraction if self.val_fraction is None else self.val_fraction
 
-    def _collector(self) -> Collector:
+    def collector(self) -> Collector:
+        """How the next round is collected."""
         oracle, learned = self.oracle, self._module.learned_reward
         if self.preference_scoring_reward == "reward_model" and self._progress.fitted and learned is not None:
             oracle = Oracle(learned.score_texts)

@@ -178,9 +178,9 @@ def test_problems_are_named_together_and_before_a_model_is_loaded(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs/debug/madpo.yaml")
     missing = "--model.init_args.team.init_args.models=./there_is_no_such_model"
-    with pytest.raises(ValueError, match="`num_iterations` is 3, but a run is iterative only with a `comparator`"):
+    with pytest.raises(SystemExit, match="`num_iterations` is 3, but a run is iterative only with a `comparator`"):
         main(["fit", "--config", config, missing, "--model.init_args.num_iterations=3"])
-    with pytest.raises(ValueError, match=r"`batch_size` must be >= 1.*`num_turns` must be 1"):
+    with pytest.raises(SystemExit, match=r"`batch_size` must be >= 1.*`num_turns` must be 1"):
         main(["fit", "--config", config, missing, "--data.batch_size=0", "--data.num_turns=2"])
 
 

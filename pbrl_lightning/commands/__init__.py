@@ -1,0 +1,1 @@
+"""The commands of ``pbrl`` that run no Trainer."""

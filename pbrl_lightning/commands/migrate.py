@@ -1,0 +1,125 @@
+"""``pbrl migrate``: a CoMLRL configuration as one of ours."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from pbrl_lightning.migration.convert import Migration, MigrationError, migrate
+from pbrl_lightning.migration.names import names_table
+from pbrl_lightning.migration.reading import Left
+
+HELP = "Convert a CoMLRL configuration."
+_SECRET = re.compile(r"(key|token|secret|password|auth|authorization|credentials?)$", re.IGNORECASE)
+
+
+def parser() -> ArgumentParser:
+    """The command's options."""
+    made = ArgumentParser(
+        prog="pbrl migrate",
+        description=f"{HELP} What has no counterpart is listed; what CoMLRL refuses is refused, all of it at once.",
+        epilog="pbrl migrate their_config.yaml --items items.jsonl --reward_func my_rewards:score --output mine.yaml",
+    )
+    made.add_argument("source", type=str | None, nargs="?", help="CoMLRL's YAML file.")
+    made.add_argument("--output", type=str | None, help="Where to; standard output without it. Must not exist.")
+    made.add_argument("--items", type=str | None, help="Task items: a JSON or JSONL file, or an import path.")
+    made.add_argument("--eval_items", type=str | None, help="Held-out task items.")
+    made.add_argument("--reward_func", type=str | None, help="Import path of the reward, such as my_rewards:score.")
+    made.add_argument("--formatters", type=str, nargs="*", help="Templates or import paths, one for all or one each.")
+    made.add_argument("--names", action="store_true", help="Print the table of names instead.")
+    return made
+
+
+def main(args: list[str]) -> None:
+    """Runs the command.
+
+    Args:
+        args: What follows ``pbrl migrate``.
+
+    Raises:
+        ValueError: If the file is no YAML, or no configuration that can be converted.
+        OSError: If a file cannot be read or exists already.
+    """
+    options = parser().parse_args(args)
+    if options.names:
+        sys.stdout.write(names_table() + "\n")
+        return
+    if options.source is None:
+        raise ValueError("`source` must name a CoMLRL configuration (or give `--names`)")
+    if options.output is not None and Path(options.output).exists():
+        raise FileExistsError(f"`output` must not exist already, got {options.output}")
+    formatters = options.formatters
+    if formatters is not None and len(formatters) == 1:
+        formatters = formatters[0]
+    done = migrate_file(
+        Path(options.source),
+        items=options["items"],
+        eval_items=options.eval_items,
+        reward_func=options.reward_func,
+        formatters=formatters,
+    )
+    text = as_yaml(done, Path(options.source).name, options.output or "FILE")
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
+        Path(options.output).write_text(text, encoding="utf-8")
+        sys.stderr.write("\n".join(_report(done)) + "\n")
+
+
+def migrate_file(path: Path, **in_code: Any) -> Migration:
+    """Converts a file; see :func:`pbrl_lightning.migration.convert.migrate`.
+
+    Args:
+        path: CoMLRL's YAML file.
+        **in_code: What CoMLRL has in code: ``items``, ``eval_items``, ``reward_func``, ``formatters``.
+
+    Raises:
+        ValueError: If it is no YAML, or no configuration that can be converted; names the file and all problems.
+        FileNotFoundError: If it does not exist.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"the configuration {str(path)!r} does not exist")
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
+    try:
+        return migrate(document, **in_code)
+    except MigrationError as error:
+        listed = "".join(f"\n  - {problem}" for problem in error.problems)
+        raise ValueError(f"{path} cannot be converted:{listed}") from None
+
+
+def as_yaml(done: Migration, source: str, target: str) -> str:
+    """The configuration as YAML, with what is missing in its head.
+
+    Args:
+        done: The conversion.
+        source: The name of the file that was converted.
+        target: The name of the file that this becomes.
+    """
+    head = [f"The run `{done.run}` of {source}.", f"  pbrl fit --config {target}", *_report(done)]
+    comments = "\n".join(f"# {line}" for entry in head for line in entry.splitlines())
+    return f"{comments}\n{yaml.safe_dump(done.config, sort_keys=False, allow_unicode=True)}"
+
+
+def _report(done: Migration) -> list[str]:
+    lines = ["To be given, since it stands in code with CoMLRL:"] if done.to_do else []
+    lines += [f"  {place}: {what}" for place, what in done.to_do.items()]
+    lines += ["Without a counterpart:"] if done.left else []
+    lines += [f"  {left.name} = {_shown(left)}: {left.why}" for left in done.left]
+    return lines or ["Everything was taken over."]
+
+
+def _shown(left: Left) -> str:
+    """A value for a comment: nothing that may be a key, and of a section only its options' names."""
+    if _SECRET.search(left.name):
+        return "…"
+    if isinstance(left.value, dict):
+        return "{" + ", ".join(map(str, left.value)) + "}"
+    return " ".join(str(left.value).split())[:80]

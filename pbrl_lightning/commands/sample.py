@@ -1,0 +1,177 @@
+"""``pbrl sample``: a team's answers to task items, as JSONL."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+
+from pbrl_lightning.agents.sampling import SamplingConfig
+from pbrl_lightning.agents.team import AgentTeam
+from pbrl_lightning.batches import TaskItem
+from pbrl_lightning.data_items import load_items
+from pbrl_lightning.durable import write_atomically
+
+HELP = "Write a team's answers to task items as JSON lines."
+_CHUNK = 16
+"""Task items sampled together; no answer depends on it."""
+
+
+def parser(defaults: dict[str, Any] | None = None) -> ArgumentParser:
+    """The command's options.
+
+    Args:
+        defaults: Values in the place of the options' own defaults.
+    """
+    made = ArgumentParser(
+        prog="pbrl sample",
+        description=f"{HELP} A line is one joint response: item_index, candidate, item, prompts, completions …",
+        epilog="pbrl sample --run runs/madpo/lightning_logs/version_0 --items my_items.jsonl --output answers.jsonl",
+    )
+    made.add_argument("--config", action="config", help="Options of this command from a file.")
+    made.add_argument(
+        "--run",
+        type=str | None,
+        help="A run's directory: its exported agents answer, with the formatters, evaluation items, sampling and seed "
+        "of its config.yaml.",
+    )
+    made.add_class_arguments(AgentTeam, "team", skip={"tokenizers", "frozen", "gradient_checkpointing"})
+    made.add_argument("--items", type=str | None, help="A JSON or JSONL file, or the import path of a callable.")
+    made.add_argument("--output", type=str | None, help="The file; standard output without it.")
+    made.add_argument("--overwrite", type=bool, default=False, help="Replace the file where it exists.")
+    made.add_argument("--num_candidates", type=int, default=1, help="Joint responses per item.")
+    made.add_argument("--sampling", type=SamplingConfig, default=SamplingConfig(), help="How responses are sampled.")
+    made.add_argument("--seed", type=int, default=0, help="Every draw is a function of it.")
+    made.add_argument("--device", type=str | None, help="Where the agents go; default: a GPU if there is one.")
+    if defaults:
+        made.set_defaults(defaults)
+    return made
+
+
+def main(args: list[str]) -> None:
+    """Runs the command.
+
+    Args:
+        args: What follows ``pbrl sample``.
+
+    Raises:
+        ValueError: If an option is wrong; all problems are named at once.
+        FileNotFoundError: If a file that is named does not exist.
+    """
+    named = Namespace(run=None)
+    found = ArgumentParser(add_help=False, exit_on_error=False)
+    found.add_argument("--run", type=str | None)
+    given = [index for index, argument in enumerate(args) if argument.partition("=")[0] == "--run"]
+    if given:
+        place = args[given[-1] : given[-1] + (1 if "=" in args[given[-1]] else 2)]
+        named = found.parse_args(place)
+    made = parser(of_run(Path(named.run)) if named.run is not None else None)
+    options = made.instantiate_classes(made.parse_args(args))
+    problems = []
+    if options["items"] is None:
+        problems.append("`items` must be given (a file or the import path of a callable)")
+    if options.num_candidates < 1:
+        problems.append(f"`num_candidates` must be >= 1, got {options.num_candidates}")
+    if options.output is not None and Path(options.output).exists() and not options.overwrite:
+        problems.append(f"`output` must not exist already (or `--overwrite true`), got {options.output}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    items = load_items(options["items"], "items")
+    team = options.team.load()
+    team.place([options.device or ("cuda" if torch.cuda.is_available() else "cpu")])
+    how = {"num_candidates": options.num_candidates, "sampling": options.sampling, "seed": options.seed}
+    lines = (line for line in answers(team, items, **how))
+    if options.output is None:
+        sys.stdout.writelines(lines)
+        return
+    target = Path(options.output)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, lambda file: _write(file, lines))
+    sys.stderr.write(f"{len(items) * options.num_candidates} joint responses: {target}\n")
+
+
+def answers(
+    team: AgentTeam, items: list[TaskItem], *, num_candidates: int, sampling: SamplingConfig, seed: int
+) -> Iterator[str]:
+    """A team's joint responses, with the draws that an evaluation would make.
+
+    Args:
+        team: The agents.
+        items: Task items.
+        num_candidates: Joint responses per item.
+        sampling: How they are sampled.
+        seed: Every draw is a function of it.
+
+    Yields:
+        A line of JSON per joint response; a centralised team's is taken apart, and stands whole beside its parts.
+
+    Raises:
+        ValueError: If a task item is not JSON; names its index.
+    """
+    for start in range(0, len(items), _CHUNK):
+        chunk = list(range(start, min(start + _CHUNK, len(items))))
+        samples = team.sample(
+            [items[index] for index in chunk],
+            chunk,
+            num_candidates=num_candidates,
+            sampling=sampling,
+            seed=seed,
+            stream="evaluation",
+        )
+        for sample in samples:
+            item = items[sample.item_index]
+            for candidate in sample.joint_indices:
+                said = sample.completions(candidate)
+                record: dict[str, Any] = {"item_index": sample.item_index, "candidate": candidate, "item": item}
+                prompts, completions = team.role_view([item], [[p] for p in sample.prompts], [[text] for text in said])
+                record["prompts"] = [column[0] for column in prompts]
+                record["completions"] = [column[0] for column in completions]
+                if team.roles is not None:
+                    record["joint_completion"] = said[0]
+                record["finished"] = [responses[candidate].finished for responses in sample.responses]
+                yield _line(record)
+
+
+def of_run(path: Path) -> dict[str, Any]:
+    """The options that a run's ``config.yaml`` and its exported agents give.
+
+    Args:
+        path: The run's directory.
+
+    Raises:
+        FileNotFoundError: If it holds no config or no exported agents.
+        ValueError: If its module has no team.
+    """
+    config, export = path / "config.yaml", path / "export"
+    missing = [str(needed) for needed in (config, export / "agent_0") if not needed.exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"`run` must be the directory of a run that ended, but {' and '.join(missing)} is missing"
+        )
+    saved = yaml.safe_load(config.read_text(encoding="utf-8"))
+    team = saved["model"].get("init_args", {}).get("team")
+    if team is None:
+        raise ValueError(f"the run in {path} is a {saved['model']['class_path']}'s, which has no team")
+    kept = ("num_agents", "formatters", "dtype", "max_prompt_length", "collaboration", "joint_adapter")
+    options = {f"team.{name}": value for name, value in team["init_args"].items() if name in kept}
+    data = saved["data"]
+    options |= {"team.models": str(export), "seed": data["seed"], "items": data["eval_items"] or data["items"]}
+    return options | ({"sampling": data["sampling"]} if data["sampling"] is not None else {})
+
+
+def _line(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"task item {record['item_index']} cannot be written as JSON: {error}") from error
+
+
+def _write(file: IO[bytes], lines: Iterator[str]) -> None:
+    for line in lines:
+        file.write(line.encode())

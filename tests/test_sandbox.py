@@ -1,0 +1,537 @@
+"""The sandbox: hostile programs are contained, each by more than one guard, and no program writes its own verdict."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pbrl_lightning.tasks._examiner import CallError, decode, encode
+from pbrl_lightning.tasks.sandbox import Sandbox, SandboxError, Verdict
+
+ALL = {"limits", "capabilities", "files", "syscalls", "namespaces"}
+needs_all_guards = pytest.mark.skipif(
+    sys.platform != "linux" or Sandbox().guards() != ALL, reason="this system lacks guards of the sandbox"
+)
+
+
+def run(body: str, *, without: tuple[str, ...] = (), **limits: float) -> Verdict:
+    """The verdict on a program whose ``f()`` must return "contained"."""
+    return Sandbox(without=without, **limits).examine(body, "f", "assert f() == 'contained'")
+
+
+def contained(body: str, **options: object) -> bool:
+    """True if the program's ``f`` lives to say that its attack failed."""
+    return run(body, **options).all_passed
+
+
+def running_examiners() -> list[str]:
+    """Command lines of this user's sandbox processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:
+            continue
+        if b"import _examiner" in line:
+            found.append(line.decode())
+    return found
+
+
+def test_a_program_that_is_right_passes_and_one_that_is_wrong_does_not():
+    tests = "assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]\nassert add('a', 1)"
+    verdict = Sandbox().examine("def add(a, b):\n    return a + b", "add", tests)
+    assert (verdict.passed, verdict.total, verdict.completed) == (2, 3, True)
+    assert verdict.problem == "it raised TypeError"
+    assert not verdict.all_passed
+    assert verdict.share == 2 / 3
+    assert Sandbox().examine("def add(a, b):\n    return a - b", "add", "assert add(1, 2) == 3").share == 0.0
+
+
+@pytest.mark.slow
+def test_tests_in_a_function_with_a_loop_and_a_context():
+    tests = (
+        "def check(candidate):\n    for n in range(3):\n        assert candidate(n) == twice(n)\n"
+        "    assert candidate(5)\ncheck(f)"
+    )
+    verdict = Sandbox().examine("def f(n): return 2 * n", "f", tests, "def twice(n): return 2 * n")
+    assert (verdict.passed, verdict.total, verdict.all_passed) == (4, 4, True)
+
+
+@pytest.mark.slow
+def test_tests_that_stop_early_are_not_passed_and_count_what_was_left():
+    tests = "assert f(0) == 1\nvalue = f('x') + 1\nassert value == 2\nassert f(1) == 2\nassert f(2) == 3"
+    verdict = Sandbox().examine("def f(n): return n + 1", "f", tests)
+    assert (verdict.passed, verdict.total, verdict.completed) == (1, 4, False)
+    assert not verdict.all_passed
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, -(10**40), 2.5, float("inf"), 1 + 2j, "text \ud800 ß", b"\x00\xff", [1, [2]], (1, (2,)), (), {},
+        {1: "a", (2, 3): [None]}, {1, 2}, set(), frozenset({"a"}), range(3, 9, 2),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_plain_values_go_there_and_back(value):
+    back = decode(encode(value))
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_iterators_go_as_iterators_and_other_objects_do_not():
+    assert list(decode(encode(map(str, [1, 2])))) == ["1", "2"]
+    for value in (object(), len, {"a": {1: object()}}, type):
+        with pytest.raises(CallError, match="is not plain data"):
+            encode(value)
+
+
+@pytest.mark.slow
+def test_what_a_subclass_says_of_itself_does_not_cross():
+    class Claims(int):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = int.__hash__
+
+    assert type(decode(encode(Claims(1)))) is int
+    assert (
+        not Sandbox()
+        .examine(
+            "class C(str):\n    def __eq__(self, other): return True\n    def __str__(self): return 'right'\n"
+            "def f(): return C('wrong')",
+            "f",
+            "assert f() == 'right'",
+        )
+        .passed
+    )
+
+
+# ---- hostile programs: contained by all guards together, and by what is left where a container forbids some ----
+
+
+def guards_left_out(*choices: tuple[str, ...]):
+    """All guards, and slowly what a system may lack of them: each attack meets more than one."""
+    rest = [pytest.param(choice, marks=pytest.mark.slow, id="without " + " ".join(choice)) for choice in choices]
+    return pytest.mark.parametrize("without", [pytest.param((), id="all"), *rest])
+
+
+@needs_all_guards
+@guards_left_out(("namespaces",))
+def test_hostile_fork_bomb(without):
+    bomb = """
+import os, subprocess, sys, threading, time
+def tries():
+    yield lambda: os.fork() or time.sleep(60)
+    yield lambda: os.posix_spawn(sys.executable, ["python"], {})
+    yield lambda: subprocess.Popen([sys.executable])
+    yield lambda: os.execv(sys.executable, ["python"])
+    yield lambda: threading.Thread(target=time.sleep, args=(60,)).start()
+def f():
+    for _ in range(20):
+        for attack in tries():
+            try:
+                attack()
+            except (OSError, RuntimeError):
+                continue
+            return "a process more"
+    return "contained"
+"""
+    assert contained(bomb, without=without)
+    assert not running_examiners()
+
+
+@pytest.mark.slow
+@needs_all_guards
+@guards_left_out(("namespaces",))
+@pytest.mark.parametrize("loop", ["while True: pass", "time.sleep(1000)", "signal.pause()"])
+def test_hostile_endless_loop(loop, without):
+    started = time.monotonic()
+    program = f"import signal, time\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ndef f():\n    {loop}"
+    verdict = run(program, without=without, cpu_seconds=1, wall_seconds=2)
+    assert verdict.problem in ("it ended", "it took too long")
+    assert not verdict.passed
+    assert time.monotonic() - started < 5
+    assert not running_examiners()
+
+
+@pytest.mark.slow
+def test_an_endless_loop_while_the_program_is_loaded_and_one_in_the_tests():
+    verdict = run("while True: pass", cpu_seconds=1, wall_seconds=2)
+    assert (verdict.passed, verdict.total) == (0, 1)
+    verdict = Sandbox(cpu_seconds=1, wall_seconds=2).examine("def f(): return 1", "f", "while True: pass\nassert True")
+    assert (verdict.passed, verdict.total, verdict.problem) == (0, 1, "the tests did not end")
+    assert not running_examiners()
+
+
+@pytest.mark.parametrize(
+    "grab",
+    [
+        "bytearray(10 << 30)",
+        "mmap.mmap(-1, 10 << 30)",
+        pytest.param("[bytearray(1 << 24) for _ in range(640)]", marks=pytest.mark.slow),
+    ],
+)
+def test_hostile_ten_gigabytes(grab):
+    body = f"    try:\n        {grab}\n    except (MemoryError, OSError):\n        return 'contained'"
+    assert contained(f"import mmap\ndef f():\n{body}")
+
+
+@needs_all_guards
+@guards_left_out(("namespaces",), ("syscalls",))
+def test_hostile_writing_and_reading_outside(without, tmp_path):
+    (tmp_path / "kept.txt").write_text("kept")
+    os.chmod(tmp_path / "kept.txt", 0o644)
+    os.chmod(tmp_path, 0o777)
+    attacks = f"""
+import os, pathlib, shutil
+kept = pathlib.Path({str(tmp_path)!r}) / "kept.txt"
+def tries():
+    yield lambda: kept.read_text()
+    yield lambda: os.listdir(kept.parent)
+    yield lambda: kept.write_text("changed")
+    yield lambda: open(kept, "a").write("changed")
+    yield lambda: os.truncate(kept, 0)
+    yield lambda: kept.unlink()
+    yield lambda: kept.rename(kept.with_name("other"))
+    yield lambda: (kept.parent / "new.txt").write_text("new")
+    yield lambda: (kept.parent / "new").mkdir()
+    yield lambda: os.symlink("/etc/passwd", kept.parent / "link")
+    yield lambda: os.link(kept, "here")
+    yield lambda: open("../outside.txt", "w")
+    yield lambda: open("/dev/shm/pbrl", "w")
+    yield lambda: open("/proc/self/oom_score_adj", "w")
+    yield lambda: open("/etc/passwd").read()
+def f():
+    for number, attack in enumerate(tries()):
+        try:
+            attack()
+        except OSError:
+            continue
+        return f"attack {{number}} went through"
+    pathlib.Path("inside.txt").write_text("allowed")
+    return "contained"
+"""
+    before = (tmp_path / "kept.txt").stat()
+    assert contained(attacks, without=without)
+    after = (tmp_path / "kept.txt").stat()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+    assert (tmp_path / "kept.txt").read_text() == "kept"
+    assert (before.st_mode, before.st_mtime_ns) == (after.st_mode, after.st_mtime_ns)
+
+
+@pytest.mark.slow
+@needs_all_guards
+def test_owners_modes_and_times_of_files_stay(tmp_path):
+    (tmp_path / "kept.txt").write_text("kept")
+    attacks = f"""
+import os
+path = {str(tmp_path / "kept.txt")!r}
+def f():
+    for attack in (lambda: os.chmod(path, 0o600), lambda: os.utime(path, (0, 0)), lambda: os.chown(path, 1, 1),
+                   lambda: os.setxattr(path, "user.a", b"b")):
+        try:
+            attack()
+        except OSError:
+            continue
+        return "changed"
+    return "contained"
+"""
+    assert contained(attacks)
+
+
+@needs_all_guards
+@guards_left_out(("namespaces",), ("syscalls",), ("syscalls", "namespaces"))
+def test_hostile_network(without):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        attack = f"""
+import socket, urllib.request
+def f():
+    try:
+        socket.create_connection(("127.0.0.1", {port}), timeout=1)
+    except OSError:
+        return "contained"
+"""
+        assert contained(attack, without=without)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+@pytest.mark.slow
+@needs_all_guards
+def test_no_socket_of_any_kind():
+    kinds = "((socket.AF_INET, socket.SOCK_DGRAM), (socket.AF_INET6, socket.SOCK_STREAM), (socket.AF_UNIX, 1), (16, 3))"
+    assert contained(
+        "import socket\ndef f():\n"
+        f"    for kind in {kinds}:\n"
+        "        try:\n            socket.socket(*kind)\n"
+        "        except OSError:\n            continue\n"
+        "        return 'open'\n"
+        "    return 'contained'"
+    )
+
+
+@needs_all_guards
+@guards_left_out(("namespaces",), ("syscalls",), ("syscalls", "namespaces"))
+def test_hostile_killing_its_parent(without):
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        attack = f"""
+import os, signal
+def f():
+    for pid in ({victim.pid}, os.getppid() or {victim.pid}):  # 0: a parent outside the namespace; it names a group here
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            continue
+        return "killed"
+    return "contained"
+"""
+        assert contained(attack, without=without)
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+@pytest.mark.slow
+@needs_all_guards
+def test_it_cannot_leave_its_group_nor_signal_it():
+    assert contained(
+        "import os, signal\ndef f():\n"
+        "    for attack in (os.setsid, lambda: os.setpgid(0, 0), lambda: os.killpg(0, signal.SIGKILL)):\n"
+        "        try:\n            attack()\n"
+        "        except OSError:\n            continue\n"
+        "        return 'left'\n"
+        "    return 'contained'"
+    )
+
+
+@needs_all_guards
+def test_it_sees_no_environment_no_files_and_no_installed_packages(monkeypatch):
+    monkeypatch.setenv("A_KEY", "canary")
+    assert contained(
+        "import os\ndef f():\n"
+        "    assert not os.environ and os.listdir('.') == []\n"
+        "    for name in ('pbrl_lightning', 'torch', 'numpy', 'writing'):\n"
+        "        try:\n            __import__(name)\n"
+        "        except ImportError:\n            continue\n"
+        "        return name\n"
+        "    return 'contained'"
+    )
+
+
+@pytest.mark.slow
+def test_a_file_has_a_largest_size():
+    body = (
+        "def f():\n    try:\n        with open('a', 'wb') as file:\n            for _ in range(100):\n"
+        "                file.write(bytes(1 << 16))\n    except OSError:\n        return 'contained'"
+    )
+    assert contained(body, file_kb=1024)
+
+
+# ---- cheats: what a program does to pass without the right value ----
+
+FIND = r"re.search(rb'SECRET-[0-9a-f]{32}', text)"  # what the tests expect, if the program could get at it
+
+CHEATS = {
+    "prints": """
+print('1 passed')
+print('{"passed": 9, "total": 9, "completed": true, "problem": ""}')
+def f(): print('passed')
+""",
+    "exits while loading": "import sys\nsys.exit(0)",
+    "exits when called": "import sys\ndef f(): sys.exit(0)",
+    "leaves by os._exit while loading": "import os\nos._exit(0)",
+    "leaves by os._exit": "import os\ndef f(): os._exit(0)",
+    "equals everything": """
+class E(str):
+    def __eq__(self, other): return True
+    __hash__ = str.__hash__
+def f(): return E()
+""",
+    "patches the exception": """
+import builtins
+class A(BaseException): pass
+builtins.AssertionError = A
+def f(): return 1
+""",
+    "patches all and bool": "import builtins\nbuiltins.all = builtins.bool = lambda *_: True\ndef f(): return 1",
+    "patches JSON": """
+import json
+json.dumps = lambda *_: '{"passed": 9, "total": 9, "completed": true, "problem": ""}'
+def f(): return 1
+""",
+    "patches the script": """
+import sys
+module = sys.modules['_examiner']
+module.examine = module.decode = lambda *_: {'passed': 9, 'total': 9, 'completed': True, 'problem': ''}
+def f(): return 1
+""",
+    "writes to all descriptors": """
+import json, os
+text = json.dumps({'passed': 2, 'total': 2, 'completed': True, 'problem': ''}).encode()
+for fd in range(64):
+    try:
+        os.write(fd, len(text).to_bytes(8, 'big') + text)
+    except OSError:
+        pass
+def f(): return 1
+""",
+    "reads all descriptors": f"""
+import os, re
+def f():
+    for fd in range(64):
+        try:
+            os.set_blocking(fd, False)
+            text = os.read(fd, 1 << 16)
+            if {FIND}: return {FIND}[0].decode()
+        except OSError:
+            pass
+""",
+    "looks into its callers and all objects": f"""
+import gc, re, sys
+def f():
+    frame, seen = sys._getframe(), []
+    while frame:
+        seen += [*frame.f_locals.values(), *frame.f_globals.values()]
+        frame = frame.f_back
+    for thing in gc.get_objects():
+        seen += gc.get_referents(thing)
+    for thing in seen:
+        if isinstance(thing, (str, bytes)):
+            text = thing if isinstance(thing, bytes) else thing.encode(errors='replace')
+            if {FIND}: return {FIND}[0].decode()
+""",
+    "reads other processes": f"""
+import os, re
+def f():
+    for pid in (os.getppid(), os.getppid() + 1, 1, 'self'):
+        for name in ('fd/0', 'mem', 'maps', 'environ', 'cmdline'):
+            try:
+                text = open(f'/proc/{{pid}}/{{name}}', 'rb').read(1 << 16)
+                if {FIND}: return {FIND}[0].decode()
+            except (OSError, ValueError):
+                pass
+""",
+    "nests deeply": "def f():\n    value = []\n    for _ in range(900): value = [value]\n    return value",
+    "returns too much": "def f(): return 'a' * (1 << 22)",
+    "replies with nonsense": "import os\nos.write(4, (3).to_bytes(8, 'big') + b'{]x')\ndef f(): return 1",
+    "replies with an odd tag": """
+import os
+text = b'["value", {"range": ["a"], "set": 3}]'
+os.write(4, len(text).to_bytes(8, 'big') + text)
+def f(): return 1
+""",
+    "announces a long reply": "import os\nos.write(4, (1 << 62).to_bytes(8, 'big'))\ndef f(): return 1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS)
+def test_cheat(program):
+    secret = secrets.token_hex(16)
+    verdict = Sandbox().examine(program, "f", f"assert f() == 'SECRET-{secret}'\nassert f() == 'SECRET-{secret}'")
+    assert (verdict.passed, verdict.total) == (0, 2)
+
+
+@pytest.mark.slow
+@needs_all_guards
+@pytest.mark.parametrize("without", [("namespaces",), ("namespaces", "syscalls"), ("namespaces", "syscalls", "files")])
+def test_the_examiners_memory_and_files_are_out_of_reach(without):
+    """It is not dumpable, and the program has no privilege: that alone holds, also where the user is root."""
+    attack = """
+import ctypes, os
+def f():
+    parent, libc = os.getppid(), ctypes.CDLL(None)
+    if libc.ptrace(16, parent, 0, 0) == 0:
+        return "attached"
+    for name in ("mem", "fd/0", "fd/1", "environ", "maps"):
+        try:
+            open(f"/proc/{parent}/{name}", "rb")
+        except OSError:
+            continue
+        return name
+    return "contained"
+"""
+    assert contained(attack, without=without)
+
+
+def test_a_raised_stop_iteration_does_not_end_a_tests_loop():
+    program = "def f(x):\n    raise StopIteration"
+    verdict = Sandbox().examine(program, "f", "assert all(map(f, [1]))\nassert list(map(f, [1])) == []")
+    assert (verdict.passed, verdict.total) == (0, 2)
+
+
+@pytest.mark.slow
+def test_tests_may_expect_an_exception():
+    tests = "try:\n    f(-1)\nexcept ValueError:\n    ok = True\nassert ok"
+    assert Sandbox().examine("def f(x):\n    raise ValueError('no')", "f", tests).all_passed
+
+
+@pytest.mark.slow
+def test_a_verdict_is_the_same_each_time():
+    program = "import random\ndef f(): return [list({'a', 'b', 'c', 'd'}), random.random(), hash('x')]"
+    first = Sandbox().examine(program, "f", "assert str(f()) < 'n'\nassert hash(str(f())) % 2\nassert f()[1] < 0.5")
+    assert first == Sandbox().examine(
+        program, "f", "assert str(f()) < 'n'\nassert hash(str(f())) % 2\nassert f()[1] < 0.5"
+    )
+
+
+# ---- the sandbox itself ----
+
+
+def test_what_is_missing_is_reported():
+    with pytest.warns(UserWarning, match=r"lacks guards.*`files`: it can read what you can read.*`namespaces`"):
+        Sandbox()._check(frozenset({"limits", "capabilities", "syscalls"}))
+    with pytest.raises(SandboxError, match=r"`require` names guards .* \['files'\]"):
+        Sandbox(require=("files",), without=("files",)).examine("def f(): pass", "f", "assert f() is None")
+    left = Sandbox(without=("files", "namespaces")).guards()
+    assert left <= {"limits", "capabilities", "syscalls"}
+
+
+def test_options_out_of_range_are_named_together():
+    with pytest.raises(
+        ValueError, match=r"`cpu_seconds` must be >= 1, got 0; .*`require` must name guards .*\['walls'\]"
+    ):
+        Sandbox(cpu_seconds=0, require=("walls",))
+
+
+@pytest.mark.slow
+def test_tests_that_cannot_run_are_an_error_and_not_a_failure():
+    for context, tests in (("", "assert ("), ("import no_such_module", "assert f()")):
+        with pytest.raises(SandboxError, match=r"(?s)the tests of 'f' cannot be run: .*(SyntaxError|no_such_module)"):
+            Sandbox().examine("def f(): return 1", "f", tests, context)
+
+
+def test_a_sandbox_that_cannot_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SandboxError, match="the sandbox could not be started"):
+        Sandbox().examine("def f(): return 1", "f", "assert f()")
+
+
+def test_an_interrupted_run_leaves_no_process_and_no_directory(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    whole, calls = subprocess.Popen.communicate, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(self.pid)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return whole(self, *args, **kwargs)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Sandbox().examine("def f(): return 1", "f", "assert f()")
+    assert not running_examiners()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(calls[0], signal.SIGCONT)

@@ -15,7 +15,7 @@ from pbrl_lightning.tasks.coding import (
     as_item,
     defines,
     extract_code,
-    names,
+    refers_to,
 )
 from pbrl_lightning.tasks.rows import packaged_rows
 from pbrl_lightning.tasks.sandbox import Sandbox, SandboxError
@@ -203,7 +203,7 @@ def test_the_block_that_defines_the_function_is_taken():
 )
 def test_odd_text_is_no_program_and_no_crash(code):
     assert not defines(code, "f")
-    assert not names(code, "f")
+    assert not refers_to(code, "f")
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def test_odd_text_is_no_program_and_no_crash(code):
     ],
 )
 def test_who_binds_the_helpers_name_does_not_mean_the_other_agents(binding):
-    assert names("def f(x): return aux(x)", "aux")
-    assert not names(binding + "\ndef f(x): return aux(x)", "aux")
+    assert refers_to("def f(x): return aux(x)", "aux")
+    assert not refers_to(binding + "\ndef f(x): return aux(x)", "aux")
 
 
 def test_the_small_data_files_are_packaged_with_their_licences():

@@ -149,13 +149,13 @@ def defines(code: str, name: str) -> bool:
     return tree is not None and any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
 
 
-def names(code: str, name: str) -> bool:
+def refers_to(code: str, name: str) -> bool:
     r"""True if the code reads ``name`` and never binds it: it means a function from elsewhere.
 
     Example:
-        >>> names("def f(x): return aux(x)", "aux"), names("def f(x): return x  # not aux", "aux")
+        >>> refers_to("def f(x): return aux(x)", "aux"), refers_to("def f(x): return x  # not aux", "aux")
         (True, False)
-        >>> names("def aux(x): return x\ndef f(x): return aux(x)", "aux")
+        >>> refers_to("def aux(x): return x\ndef f(x): return aux(x)", "aux")
         False
     """
     tree = _parsed(code)
@@ -274,7 +274,7 @@ class CodingReward:
             return CodingOutcome(*parses)
         verdict = self._examine(item, helper, main)
         used = False
-        if verdict.passed and names(main, HELPER):
+        if verdict.passed and refers_to(main, HELPER):
             used = self._examine(item, _STUB, main).passed < verdict.passed
         return CodingOutcome(*parses, verdict.share, verdict.all_passed, used)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -160,7 +161,8 @@ class Sandbox:
             return Verdict(**messages[1], guards=guards)
         if in_time and errors:  # the examiner's own error: the tests are wrong, not the program
             raise SandboxError(f"the tests of {entry_point!r} cannot be run: {errors.strip()[-2000:]}")
-        return Verdict(0, max(1, tests.count("assert ")), False, "the tests did not end", guards)
+        written = sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(tests)))
+        return Verdict(0, max(1, written), False, "the tests did not end", guards)
 
     def guards(self) -> frozenset[str]:
         """The guards that this system puts in force, found out by a program that does nothing."""

@@ -1,5 +1,6 @@
 """The sandbox: hostile programs are contained, each by more than one guard, and no program writes its own verdict."""
 
+import ctypes
 import os
 import secrets
 import signal
@@ -304,6 +305,32 @@ def f():
 
 @pytest.mark.slow
 @needs_all_guards
+@guards_left_out(("namespaces", "files"))
+def test_a_signal_by_way_of_a_file_reaches_nobody(without):
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        attack = f"""
+import fcntl, os
+def f():
+    out, into = os.pipe()
+    try:
+        fcntl.fcntl(out, fcntl.F_SETOWN, {victim.pid})
+        fcntl.fcntl(out, 10, 9)
+        fcntl.fcntl(out, fcntl.F_SETFL, os.O_ASYNC)
+        os.write(into, b"now")
+    except OSError:
+        return "contained"
+"""
+        assert contained(attack, without=without)
+        with pytest.raises(subprocess.TimeoutExpired):
+            victim.wait(0.1)
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+@pytest.mark.slow
+@needs_all_guards
 def test_it_cannot_leave_its_group_nor_signal_it():
     assert contained(
         "import os, signal\ndef f():\n"
@@ -487,6 +514,15 @@ def test_a_verdict_is_the_same_each_time():
 
 
 # ---- the sandbox itself ----
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"), reason="Linux only")
+def test_what_needs_no_setting_of_the_system_is_in_force():
+    """A guard that is broken would else only skip tests."""
+    guards = Sandbox().guards()
+    assert guards >= {"limits", "capabilities", "syscalls"}
+    landlock = ctypes.CDLL(None).syscall(ctypes.c_long(444), None, ctypes.c_long(0), ctypes.c_long(1))
+    assert ("files" in guards) == (landlock >= 1)
 
 
 def test_what_is_missing_is_reported():

@@ -32,15 +32,19 @@ _REFUSED: Final[dict[str, tuple[int | None, int | None]]] = {
     "clone": (56, 220), "fork": (57, None), "vfork": (58, None), "clone3": (435, 435),
     "execve": (59, 221), "execveat": (322, 281), "setpgid": (109, 154), "setsid": (112, 157),
     # the network, and what else reaches other programs
-    "socket": (41, 198), "bind": (49, 200), "listen": (50, 201), "connect": (42, 203),
+    "socket": (41, 198), "socketpair": (53, 199), "bind": (49, 200), "listen": (50, 201), "connect": (42, 203),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "mq_open": (240, 180),
+    "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
+    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
     # other processes
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
     "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271), "process_madvise": (440, 440), "kcmp": (312, 272),
-    "prlimit64": (302, 261), "setrlimit": (160, 164),
+    "prlimit64": (302, 261), "setrlimit": (160, 164), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122), "migrate_pages": (256, 238), "move_pages": (279, 239),
     # owners, modes and times of files, which Landlock leaves alone
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
@@ -55,9 +59,13 @@ _REFUSED: Final[dict[str, tuple[int | None, int | None]]] = {
 }  # fmt: skip
 _ARCHITECTURES: Final = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32_BIT = 0x40000000
+# fcntl's ways to have a signal sent to any process when a file is ready: F_SETOWN, F_SETSIG, F_SETOWN_EX.
+_FCNTL, _REFUSED_COMMANDS = (72, 25), (8, 10, 15)
 
 # linux/filter.h: load a word; jump if equal, if at least; return.
 _LOAD, _JUMP_EQUAL, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x35, 0x06
+_AT_NUMBER, _AT_ARCHITECTURE, _AT_SECOND_ARGUMENT = 0, 4, 24  # in seccomp_data
+_REFUSED_THEN: Final = -1  # for the place of the last instruction, until it is known
 _ALLOW, _REFUSE_EPERM, _KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000
 
 
@@ -154,17 +162,34 @@ def filter_syscalls() -> bool:
     known = _ARCHITECTURES.get(platform.machine()) if sys.platform == "linux" else None
     if known is None or sys.maxsize < 2**32 or not _prctl(_PR_SET_NO_NEW_PRIVS, 1):
         return False
-    column, architecture = known
-    numbers = sorted(pair[column] for pair in _REFUSED.values() if pair[column] is not None)  # type: ignore[type-var]
-    program = [(_LOAD, 0, 0, 4), (_JUMP_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    # Each jump goes over the tests after it and over the final "allow", to "refuse".
-    jumps = [(_JUMP_FROM, _X32_BIT)] if column == 0 else []
-    jumps += [(_JUMP_EQUAL, number) for number in numbers]  # type: ignore[misc]
-    program += [(code, len(jumps) - place, 0, operand) for place, (code, operand) in enumerate(jumps)]
-    program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE_EPERM)]
+    program = _filter(*known)
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(instructions)))
     return _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header))
+
+
+def _filter(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
+    """The filter's instructions: code, jump if true, jump if false, operand. The last one refuses."""
+    numbers = sorted(number for pair in _REFUSED.values() if (number := pair[column]) is not None)
+    program = [
+        (_LOAD, 0, 0, _AT_ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _AT_NUMBER),
+        (_JUMP_EQUAL, 0, 2 + len(_REFUSED_COMMANDS), _FCNTL[column]),  # else over what concerns fcntl
+        (_LOAD, 0, 0, _AT_SECOND_ARGUMENT),
+        *((_JUMP_EQUAL, _REFUSED_THEN, 0, command) for command in _REFUSED_COMMANDS),
+        (_LOAD, 0, 0, _AT_NUMBER),
+        *([(_JUMP_FROM, _REFUSED_THEN, 0, _X32_BIT)] if column == 0 else []),
+        *((_JUMP_EQUAL, _REFUSED_THEN, 0, number) for number in numbers),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _REFUSE_EPERM),
+    ]
+    last = len(program) - 1  # jumps count from the next instruction, and go over 255 at most
+    return [
+        (code, last - place - 1 if then == _REFUSED_THEN else then, otherwise, operand)
+        for place, (code, then, otherwise, operand) in enumerate(program)
+    ]
 
 
 @functools.cache

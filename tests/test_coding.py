@@ -84,8 +84,8 @@ def test_levels_by_hand(helper, main, expected, reward):
 
 
 def test_a_helper_that_is_needed_and_one_that_is_not(reward):
-    alone = "def add2(x):\n    return x + 2"
-    assert reward([HELPER] * 2, [MAIN, alone], batch_items=[ITEM] * 2) == [3.0, 2.0]
+    called = "def add2(x):\n    aux(x)\n    return x + 2"
+    assert reward([HELPER] * 2, [MAIN, called], batch_items=[ITEM] * 2) == [3.0, 2.0]
 
 
 def test_levels_count_only_after_the_level_before():

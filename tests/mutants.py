@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "a helper without which as much passes counts as used",
         "tasks/coding.py",
-        "self._examine(item, _STUB, main).passed < verdict.passed",
-        "self._examine(item, _STUB, main).passed <= verdict.passed",
+        "self._examine(pair.item, _STUB, pair.main).passed < verdict.passed",
+        "self._examine(pair.item, _STUB, pair.main).passed <= verdict.passed",
         "tests/test_coding.py",
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,15 @@ def test_files_in_the_data_sets_own_form_are_items(tmp_path, reward):
     data = PreferenceDataModule(str(path), reward, eval_items=str(path))
     assert coding.helper_prompt(data.items[0]) == coding.helper_prompt(as_item(rows[0]))
     assert reward([""], [""], batch_items=data.items[:1]) == [0.0]
+
+
+def test_warnings_of_odd_programs_are_silenced_and_those_of_others_are_not(reward):
+    odd = "def add2(x):\n    return '\\d' is x"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reward([HELPER] * 4, [odd + " " * n for n in range(4)], batch_items=[ITEM] * 4)
+        warnings.warn("still heard", stacklevel=1)
+    assert [str(entry.message) for entry in caught] == ["still heard"]
 
 
 def test_the_block_that_defines_the_function_is_taken():

@@ -499,6 +499,14 @@ def test_a_raised_stop_iteration_does_not_end_a_tests_loop():
 
 
 @pytest.mark.slow
+def test_long_numbers_and_dataclasses_are_ordinary():
+    program = (
+        "from __future__ import annotations\nimport dataclasses, math\n"
+        "@dataclasses.dataclass\nclass P:\n    x: int = 1\ndef f(): return math.factorial(P().x + 2999)"
+    )
+    assert Sandbox().examine(program, "f", "import math\nassert f() == math.factorial(3000)").all_passed
+
+
 def test_tests_may_expect_an_exception():
     tests = "try:\n    f(-1)\nexcept ValueError:\n    ok = True\nassert ok"
     assert Sandbox().examine("def f(x):\n    raise ValueError('no')", "f", tests).all_passed

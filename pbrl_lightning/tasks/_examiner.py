@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -87,6 +88,7 @@ def decode(value: Any) -> Any:
 def main() -> None:
     """One job from the standard input: what the worker needs, then what only the examiner may know."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    sys.set_int_max_str_digits(_MOST_ELEMENTS)
     guards = _load_guards()
     job = json.loads(_read_frame(0))
     without = set(job["without"])
@@ -103,6 +105,7 @@ def main() -> None:
         _say(examine(exam["context"], exam["tests"], job["entry_point"], worker))
     finally:
         worker.kill()
+    os.killpg(0, signal.SIGKILL)  # this process too, and what a program started where nothing refused it
 
 
 def examine(context: str, tests: str, entry_point: str, worker: Worker) -> dict[str, Any]:
@@ -150,6 +153,7 @@ class Worker:
 
     def __init__(self, job: dict[str, Any], guards: Any, without: set[str]) -> None:
         self.problem = ""
+        self._lost = False
         self._deadline = time.monotonic() + job["wall_seconds"]
         requests, self._to = os.pipe()
         self._from, replies = os.pipe()
@@ -166,11 +170,14 @@ class Worker:
         """The function's value for these arguments; what it raises is raised again, if it is a built-in exception."""
         request = json.dumps([encode(args), encode(kwargs)]).encode()
         try:
+            if self._lost:  # a late reply would be taken for that to another call
+                raise CallError(self.problem)
             _write_frame(self._to, request)
             kind, content = json.loads(self.receive())
             if kind == "value":
                 return decode(content)
         except Exception as error:
+            self._lost = True
             self.problem = self.problem or (str(error) if isinstance(error, CallError) else "the reply makes no sense")
             raise CallError(self.problem) from error
         said = str(content)[:80]
@@ -242,17 +249,19 @@ def _answer(program: str, entry_point: str) -> NoReturn:
     sys.dont_write_bytecode = True
     if "random" in program:  # else it costs more than most programs
         importlib.import_module("random").seed(0)
-    namespace: dict[str, Any] = {"__name__": "program"}
+    module = types.ModuleType("program")
+    sys.modules["program"] = module
+    namespace = module.__dict__
     exec(compile(program, "<program>", "exec"), namespace)
     while True:
         args, kwargs = (decode(part) for part in json.loads(_read_frame(_REQUESTS)))
         try:
-            reply = ["value", encode(namespace[entry_point](*args, **kwargs))]
+            reply = json.dumps(["value", encode(namespace[entry_point](*args, **kwargs))])
         except CallError as error:
-            reply = ["refused", str(error)]
+            reply = json.dumps(["refused", str(error)])
         except Exception as error:
-            reply = ["error", type(error).__name__]
-        _write_frame(_REPLIES, json.dumps(reply).encode())
+            reply = json.dumps(["error", type(error).__name__])
+        _write_frame(_REPLIES, reply.encode())
 
 
 def _read_frame(descriptor: int) -> bytes:

@@ -12,11 +12,11 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.tasks.rows import load_rows, packaged_rows
-from pbrl_lightning.tasks.sandbox import Sandbox
+from pbrl_lightning.tasks.sandbox import Sandbox, Verdict
 
 HELPER: Final = "aux"
 """The helper's name."""
@@ -191,6 +191,21 @@ class CodingOutcome:
         return parsing, self.tests, self.tests if self.helper_used else 0.0
 
 
+@dataclass(frozen=True)
+class _CodePair:
+    item: TaskItem
+    helper: str
+    main: str
+    parses: tuple[bool, bool]
+    names_helper: bool
+
+    @classmethod
+    def read(cls, item: TaskItem, helper: str, main: str) -> _CodePair:
+        name = item["entry_point"]
+        helper, main = extract_code(helper, HELPER), extract_code(main, name)
+        return cls(item, helper, main, (defines(helper, HELPER), defines(main, name)), refers_to(main, HELPER))
+
+
 class CodingReward:
     """Do the two functions parse, pass the tests, and need each other? A sum of three levels in [0, 1].
 
@@ -261,24 +276,22 @@ class CodingReward:
         items = [as_item(item) for item in batch_items]
         keys = [(item["entry_point"], item["tests"], *pair) for item, *pair in zip(items, helper, main, strict=True)]
         different = dict(zip(keys, items, strict=True))
+        # Read here: parsing silences warnings, and that is for one thread only.
+        pairs = [_CodePair.read(item, *key[2:]) for key, item in different.items()]
         with ThreadPoolExecutor(self.workers) as pool:
-            results = pool.map(lambda entry: self._outcome(entry[1], *entry[0][2:]), different.items())
-            found = dict(zip(different, results, strict=True))
+            found = dict(zip(different, pool.map(self._outcome, pairs), strict=True))
         return [found[key] for key in keys]
 
-    def _outcome(self, item: TaskItem, helper: str, main: str) -> CodingOutcome:
-        name = item["entry_point"]
-        helper, main = extract_code(helper, HELPER), extract_code(main, name)
-        parses = defines(helper, HELPER), defines(main, name)
-        if not all(parses):
-            return CodingOutcome(*parses)
-        verdict = self._examine(item, helper, main)
+    def _outcome(self, pair: _CodePair) -> CodingOutcome:
+        if not all(pair.parses):
+            return CodingOutcome(*pair.parses)
+        verdict = self._examine(pair.item, pair.helper, pair.main)
         used = False
-        if verdict.passed and refers_to(main, HELPER):
-            used = self._examine(item, _STUB, main).passed < verdict.passed
-        return CodingOutcome(*parses, verdict.share, verdict.all_passed, used)
+        if verdict.passed and pair.names_helper:
+            used = self._examine(pair.item, _STUB, pair.main).passed < verdict.passed
+        return CodingOutcome(*pair.parses, verdict.share, verdict.all_passed, used)
 
-    def _examine(self, item: TaskItem, helper: str, main: str) -> Any:
+    def _examine(self, item: TaskItem, helper: str, main: str) -> Verdict:
         program = "\n\n".join([item["context"], helper, main])
         return self.sandbox.examine(program, item["entry_point"], item["tests"], item["context"])
 

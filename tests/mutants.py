@@ -196,14 +196,14 @@ MUTANTS = [
         "tasks/_examiner.py",
         "        except Exception:\n            outcomes.append(False)",
         "        except Exception:\n            outcomes.append(True)",
-        "tests/test_sandbox.py",
+        "tests/test_examiner.py",
     ),
     Mutant(
         "a program ends its tests' loop early",
         "tasks/_examiner.py",
         " and not issubclass(kind, StopIteration)",
         "",
-        "tests/test_sandbox.py",
+        "tests/test_examiner.py",
     ),
     Mutant(
         "a helper without which as much passes counts as used",

@@ -327,11 +327,13 @@ def test_what_needs_no_setting_of_the_system_is_in_force():
     assert ("files" in guards) == (landlock >= 1)
 
 
-def test_what_is_missing_is_reported():
+def test_what_is_missing_is_reported_and_what_is_required_comes_before_the_program(tmp_path):
     with pytest.warns(UserWarning, match=r"lacks guards.*`files`: it can read what you can read.*`namespaces`"):
         Sandbox()._check(frozenset({"limits", "capabilities", "syscalls"}))
+    left_out = Sandbox(require=("files",), without=("files",))
     with pytest.raises(SandboxError, match=r"`require` names guards .* \['files'\]"):
-        Sandbox(require=("files",), without=("files",)).examine("def f(): pass", "f", "assert f() is None")
+        left_out.examine(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(): pass", "f", "assert f() is None")
+    assert not (tmp_path / "ran").exists()
     left = Sandbox(without=("files", "namespaces")).guards()
     assert left <= {"limits", "capabilities", "syscalls"}
 

@@ -92,15 +92,12 @@ def main() -> None:
     guards = _load_guards()
     job = json.loads(_read_frame(0))
     without = set(job["without"])
-    active = []
-    if "namespaces" not in without and guards.enter_namespaces():
-        active.append("namespaces")
+    job["active"] = ["namespaces"] if "namespaces" not in without and guards.enter_namespaces() else []
     guards.limit(job["cpu_seconds"] + 2, job["memory_bytes"], job["file_bytes"], None)
     guards.hide()
     worker = Worker(job, guards, without)
     try:
-        active += json.loads(worker.receive())
-        _say({"guards": active})
+        _say({"guards": json.loads(worker.receive())})
         exam = json.loads(_read_frame(0))
         _say(examine(exam["context"], exam["tests"], job["entry_point"], worker))
     finally:
@@ -237,10 +234,11 @@ def _work(job: dict[str, Any], guards: Any, without: set[str], requests: int, re
         "files": lambda: guards.restrict_files(os.getcwd()),
         "syscalls": guards.filter_syscalls,  # the last: it would refuse what the others do
     }
-    _write_frame(
-        _REPLIES, json.dumps([name for name, step in steps.items() if name not in without and step()]).encode()
-    )
-    _answer(job["program"], job["entry_point"])
+    active = job["active"] + [name for name, step in steps.items() if name not in without and step()]
+    _write_frame(_REPLIES, json.dumps(active).encode())
+    if set(job["require"]) <= set(active):
+        _answer(job["program"], job["entry_point"])
+    os._exit(1)
 
 
 def _answer(program: str, entry_point: str) -> NoReturn:

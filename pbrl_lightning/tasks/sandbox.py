@@ -149,6 +149,7 @@ class Sandbox:
             "wall_seconds": self.wall_seconds,
             "memory_bytes": self.memory_mb << 20,
             "file_bytes": self.file_kb << 10,
+            "require": self.require,
             "without": self.without,
         }
         said, errors, in_time = self._run(_frame(job) + _frame({"context": context, "tests": tests}))

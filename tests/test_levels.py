@@ -29,10 +29,12 @@ def numbered(count, start=0):
         (numbered(5), "then but " + numbered(10), (1, 1, 1, 1), 3.0),
         # One kind, nothing in common: (0.5 + 0)/2 = 0.25; 11/5 = 2.2. 0.5 + 1 + 1 + 0.125.
         (numbered(5), "but " + numbered(10, start=50), (1, 1, 1, 0.25), 2.625),
-        # 3 words of 4: 0.75; 8/3 in band; 8/3 in band; 3/8 = 0.375: (0 + 1)/2. 0.375 + 1 + 1 + 0.25.
-        (numbered(3), numbered(8), (0.75, 1, 1, 0.5), 2.625),
-        # 1 word of 4: 0.25 is under the threshold: 0.125 and no more.
-        (numbered(1), numbered(8), (0.25, 0, 0, 0.5), 0.125),
+        # 3 words of 4: (0.75 + 1)/2; 8/3 in band; 8/3 in band; 3/8 = 0.375: (0 + 1)/2. 0.4375 + 1 + 1 + 0.25.
+        (numbered(3), numbered(8), (0.875, 1, 1, 0.5), 2.6875),
+        # 1 word of 4, 4 of 8: (0.25 + 0.5)/2 is under the threshold: half of it and no more. 4/1: 2 - 4/3.
+        (numbered(1), numbered(4), (0.375, 2 / 3, 2 / 3, 0.5), 0.1875),
+        # (0.25 + 1)/2 lets the next level count, which is 0: 8/1 is more than twice 3.
+        (numbered(1), numbered(8), (0.625, 0, 0, 0.5), 0.3125),
         # 6 and 8 words: 4/3 of 2 = 2/3; vocabulary: 2 different words to 6, 1/3 of 2 = 1/6, the last to count.
         (numbered(6), "word0 word1 " * 4, (1, 2 / 3, 1 / 6, 0.5), 0.5 + 2 / 3 + 1 / 6),
         # A text without a word.
@@ -84,7 +86,7 @@ def test_metrics_are_means_and_levels_reached():
         "transitions": 0.0,
         "overlap": (0.5 + 0.125) / 2,
         "within_limits": 0.5,
-        "levels_reached": (4 + 0) / 2,  # a style of 0.5 is at the threshold
+        "levels_reached": (4 + 1) / 2,  # a style of 0.5 is at the threshold
     }
     assert REWARD.metrics([], []) == {}
     assert summaries.metrics([], []) == expansion.metrics([], []) == writing.writing_metrics([], []) == {}

@@ -94,7 +94,7 @@ class LevelReward:
 
     With ``band`` being :func:`pbrl_lightning.tasks.writing.band_score`, in [0, 1]::
 
-        limits     = min(band(words(first), *first_words), band(words(second), *second_words))
+        limits     = (band(words(first), *first_words) + band(words(second), *second_words)) / 2
         length     = band(words(second) / words(first), *length_ratio)
         vocabulary = band(content(second) / content(first), *vocabulary_ratio)
         style      = (min(1, kinds of transition words / transitions) + band(overlap, *overlap)) / 2
@@ -102,7 +102,7 @@ class LevelReward:
         reward = 0.5 limits + 1.0 length + 1.0 vocabulary + 0.5 style
 
     A level counts only if each one before it has at least ``threshold``: what does not keep to its limits gains nothing
-    by its vocabulary.
+    by its vocabulary. The limits are 0 if either text has no word.
 
     Args:
         first_words: Band for the words of the first text.
@@ -159,8 +159,9 @@ class LevelReward:
         """The four scores of one joint response, each in [0, 1], whether or not they count."""
         seen = measure(first, second)
         style = min(1.0, seen.transitions / self.transitions) + band_score(seen.overlap, *self.overlap)
+        limits = band_score(seen.words[0], *self.first_words) + band_score(seen.words[1], *self.second_words)
         return (
-            min(band_score(seen.words[0], *self.first_words), band_score(seen.words[1], *self.second_words)),
+            limits / 2 if all(seen.words) else 0.0,
             band_score(seen.length_ratio, *self.length_ratio),
             band_score(seen.vocabulary_ratio, *self.vocabulary_ratio),
             style / 2,

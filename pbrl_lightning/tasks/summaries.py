@@ -24,8 +24,8 @@ FORMATTERS: Final[list[ChatTemplate]] = [
 """The two roles in the order of the reward's arguments: summary, detailed retelling. For YAML, by import path."""
 
 summary_reward: Final = LevelReward(
-    first_words=(10, 30),
-    second_words=(25, 100),
+    first_words=(10, 40),
+    second_words=(30, 100),
     length_ratio=(2.0, 3.5),
     vocabulary_ratio=(1.8, 3.0),
     overlap=(0.1, 0.4),

@@ -51,6 +51,7 @@ _REFUSED: Final[dict[str, tuple[int | None, int | None]]] = {
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
     "open_by_handle_at": (304, 265), "memfd_create": (319, 279),
     # the kernel's more delicate parts
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
@@ -58,7 +59,7 @@ _REFUSED: Final[dict[str, tuple[int | None, int | None]]] = {
     "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
 }  # fmt: skip
 _ARCHITECTURES: Final = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_X32_BIT = 0x40000000
+_FIRST_UNKNOWN: Final = 470  # what Linux added after 6.17, and x86-64's calls in 32 bits, which have a high bit set
 # fcntl's ways to have a signal sent to any process when a file is ready: F_SETOWN, F_SETSIG, F_SETOWN_EX.
 _FCNTL, _REFUSED_COMMANDS = (72, 25), (8, 10, 15)
 
@@ -66,7 +67,7 @@ _FCNTL, _REFUSED_COMMANDS = (72, 25), (8, 10, 15)
 _LOAD, _JUMP_EQUAL, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x35, 0x06
 _AT_NUMBER, _AT_ARCHITECTURE, _AT_SECOND_ARGUMENT = 0, 4, 24  # in seccomp_data
 _REFUSED_THEN: Final = -1  # for the place of the last instruction, until it is known
-_ALLOW, _REFUSE_EPERM, _KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000
+_ALLOW, _REFUSE_EPERM, _NO_SUCH_CALL, _KILL = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38, 0x80000000
 
 
 def enter_namespaces() -> bool:
@@ -180,7 +181,8 @@ def _filter(column: int, architecture: int) -> list[tuple[int, int, int, int]]:
         (_LOAD, 0, 0, _AT_SECOND_ARGUMENT),
         *((_JUMP_EQUAL, _REFUSED_THEN, 0, command) for command in _REFUSED_COMMANDS),
         (_LOAD, 0, 0, _AT_NUMBER),
-        *([(_JUMP_FROM, _REFUSED_THEN, 0, _X32_BIT)] if column == 0 else []),
+        (_JUMP_FROM, 0, 1, _FIRST_UNKNOWN),
+        (_RETURN, 0, 0, _NO_SUCH_CALL),
         *((_JUMP_EQUAL, _REFUSED_THEN, 0, number) for number in numbers),
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _REFUSE_EPERM),

@@ -191,6 +191,34 @@ MUTANTS = [
         "",
         "tests/test_checkpoints.py",
     ),
+    Mutant(
+        "a test of a program that raises counts as passed",
+        "tasks/_examiner.py",
+        "        except Exception:\n            outcomes.append(False)",
+        "        except Exception:\n            outcomes.append(True)",
+        "tests/test_examiner.py",
+    ),
+    Mutant(
+        "a program ends its tests' loop early",
+        "tasks/_examiner.py",
+        " and not issubclass(kind, StopIteration)",
+        "",
+        "tests/test_examiner.py",
+    ),
+    Mutant(
+        "a helper without which as much passes counts as used",
+        "tasks/coding.py",
+        "self._examine(pair.item, _STUB, pair.main).passed < verdict.passed",
+        "self._examine(pair.item, _STUB, pair.main).passed <= verdict.passed",
+        "tests/test_coding.py",
+    ),
+    Mutant(
+        "a level at the threshold stops the next",
+        "tasks/levels.py",
+        "            if level < self.threshold:",
+        "            if level <= self.threshold:",
+        "tests/test_levels.py",
+    ),
 ]
 
 

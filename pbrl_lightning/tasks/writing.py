@@ -6,10 +6,8 @@ coordination task for a quickstart, not a judge of good writing.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any, Final, Literal
 
 from typing_extensions import override
@@ -17,6 +15,7 @@ from typing_extensions import override
 from pbrl_lightning.agents.prompts import ChatTemplate
 from pbrl_lightning.agents.roles import JointAdapter
 from pbrl_lightning.batches import TaskItem
+from pbrl_lightning.tasks.rows import packaged_rows
 
 _WORD: Final = re.compile(r"\w+(?:['’]\w+)*")
 
@@ -78,9 +77,7 @@ def load_items(split: Literal["train", "eval"] = "train", limit: int | None = No
         raise ValueError(f"`split` must be 'train' or 'eval', got {split!r}")
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be None or at least 1, got {limit}")
-    text = (files(__package__) / "data" / f"writing_{split}.jsonl").read_text(encoding="utf-8")
-    # Not `splitlines`, which also breaks at characters JSON allows inside a string.
-    return [json.loads(line) for line in text.split("\n") if line][:limit]
+    return packaged_rows(f"writing_{split}.jsonl")[:limit]
 
 
 def train_items() -> list[dict[str, Any]]:
@@ -203,6 +200,26 @@ class WritingReward:
             band_score(detailed_length / brief_length, *self.length_ratio),
             band_score(detailed_vocabulary / brief_vocabulary, *self.vocabulary_ratio) if brief_vocabulary else 0.0,
         )
+
+
+def writing_metrics(brief: list[str], detailed: list[str]) -> dict[str, float]:
+    """Means over B joint responses, for ``data.eval_metrics``: words of either answer, and the two ratios.
+
+    A ratio is left out of its mean where the brief answer has no word (no content word); empty if B is 0.
+
+    Example:
+        >>> writing_metrics(["Bake bread."], ["Mix flour, water and salt, then bake it."])
+        {'brief_words': 2.0, 'detailed_words': 8.0, 'length_ratio': 4.0, 'vocabulary_ratio': 2.5}
+    """
+    pairs = list(zip(brief, detailed, strict=True))
+    counts = [[(len(words(text)), len(content_words(text))) for text in pair] for pair in pairs]
+    columns: dict[str, list[float]] = {
+        "brief_words": [short[0] for short, _ in counts],
+        "detailed_words": [long[0] for _, long in counts],
+        "length_ratio": [long[0] / short[0] for short, long in counts if short[0]],
+        "vocabulary_ratio": [long[1] / short[1] for short, long in counts if short[1]],
+    }
+    return {name: sum(values) / len(values) for name, values in columns.items() if values}
 
 
 def _is_band(band: tuple[float, float]) -> bool:

@@ -87,7 +87,8 @@ def run(options: argparse.Namespace) -> Rows:
             # A peer per entry: it holds its last trainer, which the next entry has no use for.
             peer = peer_of() if peer_of is not None and name not in ("memory", "replay") else None
             try:
-                yield from entry(name, Bench(work, options.repeats, tuple(options.precisions), peer), peer_of)
+                bench = Bench(work, options.repeats, tuple(options.precisions), peer, tuple(options.candidates))
+                yield from entry(name, bench, peer_of)
             finally:
                 if peer is not None:
                     peer.close()
@@ -98,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ENTRIES, default=ENTRIES, metavar="NAME", help=", ".join(ENTRIES))
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16", "mixed"), default=("fp32", "bf16", "mixed"))
+    parser.add_argument("--candidates", nargs="+", choices=("few", "many"), default=("few", "many"), help="per item")
     parser.add_argument("--lengths", nargs="+", choices=("short", "long"), default=("short", "long"), help="of prompts")
     parser.add_argument("--peer", metavar="PYTHON", help="an interpreter that has comlrl==1.4.3")
     parser.add_argument("--threads", type=int, default=2, help="threads of each side (2)")
@@ -107,7 +109,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny and options.peer:
         parser.error("--tiny has no peer: its model has no token to spare for EOS")
-    chosen = {name: getattr(options, name) for name in ("only", "precisions", "lengths", "peer", "repeats", "tiny")}
+    chosen = {
+        name: getattr(options, name)
+        for name in ("only", "precisions", "candidates", "lengths", "peer", "repeats", "tiny")
+    }
     report: dict[str, Any] = {"machine": machine(options.threads), "options": chosen, "rows": []}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     print(header(), flush=True)

@@ -56,6 +56,7 @@ class Bench:
         repeats: How often each thing is timed.
         precisions: See :class:`Variant`.
         peer: The peer, or None.
+        candidates: ``few``, ``many``, or both: the workloads of a collection.
         known_peer: Its seconds in fp32, by what it was asked for.
     """
 
@@ -63,6 +64,7 @@ class Bench:
     repeats: int
     precisions: tuple[str, ...]
     peer: Peer | None
+    candidates: tuple[str, ...] = ("few", "many")
     known_peer: dict[str, list[float]] = field(default_factory=dict)
 
     @property

@@ -22,11 +22,14 @@ from speed_parts.shared import reward
 from speed_parts.workload import DTYPES, pair_records
 
 
+CANDIDATES = {"few": "num_candidates", "many": "many_candidates"}
+
+
 def sampling(bench: Bench) -> Rows:
     """Collection: sample, score, keep pairs."""
     for variant in bench.variants(lora=True):
         team = bench.work.team(variant.precision, lora=variant.lora)
-        counts = (bench.work.num_candidates, bench.work.many_candidates)
+        counts = [getattr(bench.work, CANDIDATES[name]) for name in bench.candidates]
         for number, (length, count) in enumerate(itertools.product(bench.lengths, counts)):
             yield _sampling_row(bench, variant, team, length, count, warm_up=number == 0)
 

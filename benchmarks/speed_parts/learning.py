@@ -21,7 +21,6 @@ from speed_parts.rows import Row, Rows
 from speed_parts.shared import reward
 from speed_parts.workload import DTYPES, pair_records
 
-
 CANDIDATES = {"few": "num_candidates", "many": "many_candidates"}
 
 

@@ -158,7 +158,7 @@ def next_tokens(logits: Tensor, uniforms: Tensor, config: SamplingConfig) -> Ten
     )
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def sample_responses(
     model: nn.Module,
     prompts: list[list[int]],

@@ -54,8 +54,8 @@ MUTANTS = [
     Mutant(
         "packed responses see each other",
         "agents/packing.py",
-        "((seen == 0) | (seen == seeing))",
-        "(seen <= seeing)",
+        "own = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])",
+        "own = segments[:, None, :] <= segments[:, :, None]",
         "tests/test_packing.py",
     ),
     Mutant(
@@ -64,6 +64,41 @@ MUTANTS = [
         "torch.arange(length, length + len(response))",
         "torch.arange(start, start + len(response))",
         "tests/test_packing.py",
+    ),
+    Mutant(
+        "packs in one row see each other",
+        "agents/packing.py",
+        "(packs[:, None, :] == packs[:, :, None]) & (packs >= 0)[:, None, :]",
+        "(packs[:, None, :] >= 0) & (packs >= 0)[:, None, :]",
+        "tests/test_packing.py",
+    ),
+    Mutant(
+        "padding of a shared prompt is attended to",
+        "agents/decoding.py",
+        "masked_fill(prompt_mask == 0, -torch.inf)",
+        "masked_fill(prompt_mask == 2, -torch.inf)",
+        "tests/test_decoding.py",
+    ),
+    Mutant(
+        "rows that stay read another prompt",
+        "agents/decoding.py",
+        "self._place(self.source[rows])",
+        "self._place(self.source[: len(rows)])",
+        "tests/test_decoding.py",
+    ),
+    Mutant(
+        "an agent in a shared batch speaks through the first one's adapter",
+        "agents/sampling.py",
+        "speakers[:] = [adapters[prompt] for prompt in asked]",
+        "speakers[:] = [adapters[0] for prompt in asked]",
+        "tests/test_decoding.py",
+    ),
+    Mutant(
+        "time counts twice",
+        "timing.py",
+        "_seconds[_doing[-1]] += now - _since",
+        "_seconds[_doing[0]] += now - _since",
+        "tests/test_timing.py",
     ),
     Mutant(
         "response mask shifted by one",

@@ -39,9 +39,22 @@ def spending(activity: Activity) -> Iterator[None]:
         _doing.pop()
 
 
-def add_seconds(activity: Activity, seconds: float) -> None:
-    """Counts time that was measured elsewhere, with nothing counted inside of it."""
-    _seconds[activity] += seconds
+class Stopwatch:
+    """Counts time from one hook to another, without what other activities count inside."""
+
+    def __init__(self) -> None:
+        self._started, self._counted = time.monotonic(), _counted()
+
+    def stop(self, activity: Activity) -> float:
+        """Counts the rest of the time since the start for this activity, and returns its seconds."""
+        seconds = time.monotonic() - self._started - (_counted() - self._counted)
+        _seconds[activity] += seconds
+        return seconds
+
+
+def _counted() -> float:
+    _account()
+    return sum(_seconds.values())
 
 
 def take_seconds() -> dict[Activity, float]:

@@ -15,8 +15,9 @@ from pbrl_lightning import (
     PreferencePair,
     timing,
 )
+from pbrl_lightning.callbacks import JointEvaluation
 from pbrl_lightning.preferences.round_files import write_round_file
-from pbrl_lightning.timing import ACTIVITIES, add_seconds, spending, take_seconds
+from pbrl_lightning.timing import ACTIVITIES, Stopwatch, spending, take_seconds
 from training_runs import make_data, make_module, make_team, make_trainer, text_reward
 
 
@@ -47,8 +48,7 @@ def test_time_counts_for_the_innermost_activity_alone(clock):
                 clock(4)
             clock(8)
         clock(16)
-        add_seconds("training", 3)
-        assert taken() == {"tokenising": 17, "sampling": 10, "saving": 4, "training": 3}
+        assert taken() == {"tokenising": 17, "sampling": 10, "saving": 4}
         clock(5)  # goes on after having been asked
     clock(50)
     assert taken() == {"tokenising": 5}
@@ -71,6 +71,16 @@ def test_an_evaluation_keeps_its_own_sampling_and_an_error_ends_what_it_ends(clo
     assert taken() == {"evaluating": 3, "sampling": 2}
 
 
+def test_what_is_counted_between_two_hooks_is_not_counted_again(clock):
+    watch = Stopwatch()
+    clock(3)
+    with spending("evaluating"):
+        clock(10)
+    clock(4)
+    assert watch.stop("training") == 7
+    assert taken() == {"training": 7, "evaluating": 10}
+
+
 def times_of(root):
     """The rows of ``time/*`` that a run logged."""
     with open(next(root.rglob("metrics.csv")), encoding="utf-8") as file:
@@ -83,7 +93,7 @@ def check(rows, expected, some):
     for row in rows:
         assert set(row) == {*ACTIVITIES, "round", "other"}
         parts = sum(row[name] for name in ACTIVITIES)
-        assert row["round"] == pytest.approx(parts + row["other"], abs=1e-6)
+        assert row["round"] == pytest.approx(parts + row["other"], abs=1e-6)  # `other` is not below 0
         assert all(row[name] > 0 for name in some), row
 
 
@@ -95,15 +105,16 @@ def slow_reward(*completions):
 def test_each_round_of_an_iterative_run_logs_its_time(tmp_path):
     team = make_team()
     data = make_data(slow_reward)
-    make_trainer(tmp_path, max_epochs=-1, logger=CSVLogger(tmp_path), enable_checkpointing=True).fit(
-        make_module(team, 2), data
-    )
+    options = {"max_epochs": -1, "logger": CSVLogger(tmp_path), "enable_checkpointing": True}
+    make_trainer(tmp_path, [JointEvaluation(interval=1)], **options).fit(make_module(team, 2), data)
     rows = times_of(tmp_path)
     check(rows, 2, ("sampling", "scoring", "tokenising", "training", "saving"))
     for row in rows:
+        # The reward sleeps in every evaluation, within the hooks of a training step.
+        assert row["evaluating"] > 0.2
+        assert row["training"] < row["round"] - row["evaluating"] - row["scoring"]
         # Three items, actors and comparator in one call each: the reward sleeps for most of the round.
         assert 0.2 <= row["scoring"] < row["round"]
-        assert row["training"] < row["round"]
 
 
 def test_marlhf_counts_rollouts_and_both_phases(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.rounds import log_to
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.sharding import share_out
-from pbrl_lightning.timing import add_seconds, spending
+from pbrl_lightning.timing import Stopwatch, spending
 
 if TYPE_CHECKING:
     from pbrl_lightning.models.reward import JointRewardModel
@@ -67,7 +66,7 @@ class LearnerModule(L.LightningModule):
         self.lr_scheduler = lr_scheduler
         # Checkpoints hold what is trained and no frozen backbone; `on_load_checkpoint` checks that nothing lacks.
         self.strict_loading = False
-        self._batch_started = 0.0
+        self._batch_started = Stopwatch()
 
     @abstractmethod
     def make_schedule(self, iterative: bool) -> RoundSchedule:
@@ -169,7 +168,7 @@ class LearnerModule(L.LightningModule):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         del batch, batch_idx
-        self._batch_started = time.monotonic()
+        self._batch_started = Stopwatch()
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -177,8 +176,7 @@ class LearnerModule(L.LightningModule):
         if isinstance(batch, RolloutBatch):  # the loggers have it already; for ModelCheckpoint(monitor=…)
             self.log_dict(self.trainer.datamodule.rollout_metrics, logger=False)  # type: ignore[attr-defined]
         num_tokens = sum(int(rows.attention_mask.sum()) for rows in batch.agents)
-        seconds = time.monotonic() - self._batch_started
-        add_seconds("training", seconds)
+        seconds = self._batch_started.stop("training")
         self.log("train/tokens_per_second", num_tokens / max(seconds, 1e-9), batch_size=len(batch))
 
     @override

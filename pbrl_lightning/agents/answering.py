@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from pbrl_lightning.agents.adapters import mixes_adapters
@@ -76,10 +78,13 @@ def answer(
     """
     if draws.sampling.temperature == 0 and draws.num_candidates > 1:
         warn_once(team.counts, "greedy", "temperature 0 makes all candidates of an item the same")
+    groups = [
+        [_questions(team, agent, formatters[agent], items, item_indices, draws) for agent in agents]
+        for agents in _speaking_together(team, list(formatters))
+    ]
     answers: dict[int, list[AgentAnswer]] = {}
-    for agents in _speaking_together(team, list(formatters)):
-        asked = [_questions(team, agent, formatters[agent], items, item_indices, draws) for agent in agents]
-        for questions, sampled in zip(asked, _sample(team, asked, draws), strict=True):
+    for asked, spoken in zip(groups, _at_once(team, groups, draws), strict=True):
+        for questions, sampled in zip(asked, spoken, strict=True):
             said = [dict(enumerate(map(partial(_response, team, questions.agent), rows))) for rows in sampled]
             answers[questions.agent] = list(map(AgentAnswer, questions.texts, said, questions.prompt_ids))
     return [answers[agent] for agent in formatters]
@@ -113,12 +118,38 @@ def _questions(
     return _Questions(agent, texts, [team.prompt_ids(agent, text, length) for text in texts], uniforms)
 
 
+def _at_once(team: AgentTeam, groups: list[list[_Questions]], draws: Draws) -> list[list[list[list[SampledIds]]]]:
+    """Samples the groups, on a CPU several at a time with a share of the threads each.
+
+    The products of a step are small, and two threads make one of them half as fast again, not twice.
+    """
+    threads = torch.get_num_threads()
+    models = [team.model(asked[0].agent) for asked in groups]
+    # Attention is exchanged by way of a model's configuration, which must be its own.
+    own = len({id(getattr(model, "config", model)) for model in models}) == len(models)
+    on_cpu = all(parameter.device.type == "cpu" for model in models for parameter in model.parameters())
+    workers = min(len(groups), threads) if own and on_cpu else 1
+    with spending("sampling"):
+        if workers < 2:
+            return [_sample(team, asked, draws) for asked in groups]
+
+        def sample(asked: list[_Questions]) -> list[list[list[SampledIds]]]:
+            torch.set_num_threads(threads // workers)  # of this thread, and of those that it starts
+            return _sample(team, asked, draws)
+
+        try:
+            with ThreadPoolExecutor(workers) as pool:
+                return list(pool.map(sample, groups))
+        finally:
+            torch.set_num_threads(threads)
+
+
 def _sample(team: AgentTeam, asked: list[_Questions], draws: Draws) -> list[list[list[SampledIds]]]:
     """For each agent, ``B`` lists of ``K`` responses."""
     first, together = asked[0].agent, len(asked) > 1
     adapters = [str(team.adapter(questions.agent)) for questions in asked for _ in questions.texts]
     try:
-        with spending("sampling"), nullcontext() if together else team.active(first):
+        with nullcontext() if together else team.active(first):
             sampled = sample_responses(
                 team.model(first),
                 [ids for questions in asked for ids in questions.prompt_ids],

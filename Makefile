@@ -49,7 +49,8 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	touch $@
 
 docs: $(DOCS_INSTALLED)
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --fresh-env --quiet docs docs/_build
+	rm -rf docs/_build
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build
 	$(BIN)/python tests/site_links.py docs/_build
 
 bench: $(INSTALLED)

@@ -31,6 +31,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # the same anchors as on GitHub
 nb_execution_mode = "off"
 
+add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
@@ -38,8 +39,13 @@ autodoc_inherit_docstrings = False  # Lightning's would be shown for every hook 
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 
-# Types of other libraries: their inventories would have to be fetched. Types that only this library's own code meets.
-nitpick_ignore_regex = [("py:.*", r"(torch|lightning|transformers|collections|pathlib|typing|contextlib|numpy)\..*")]
+# Types of other libraries (their inventories would have to be fetched), choices of texts, and what stays inside.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|lightning|transformers|peft|collections|pathlib|typing|contextlib|numpy)\..*"),
+    ("py:.*", r"nn\.Module|Optimizer|LRScheduler|PreTrainedTokenizerBase|timedelta"),
+    ("py:.*", "RLAlgorithm|CriticType|PairSelection|Guard"),
+    ("py:.*", r"pbrl_lightning\.(preferences\.(collector\.Collector|journal\.\w+)|agents\.packing\.Layout)"),
+]
 
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -56,12 +62,13 @@ def _from_the_root(link: re.Match[str]) -> str:
 
 
 def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Shows the README as a page, and leads links to it there."""
+    """Shows the README as a page, and leads links to it there; other files of the repository are downloads."""
     if docname == "readme":
         readme = ROOT / "README.md"
         app.env.note_dependency(str(readme))
         source[0] = _LINK.sub(_from_the_root, readme.read_text(encoding="utf-8"))
     source[0] = source[0].replace("](../README.md", "](readme.md")
+    source[0] = re.sub(r"\]\((\.\./[^)#\s]+\.md)\)", r"](path:\1)", source[0])
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> nodes.Element | None:
@@ -71,7 +78,7 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: no
         return None
     objects: dict[str, Any] = env.domains.python_domain.objects
     for name in (target, target.rpartition(".")[2]):
-        found = [full for full in objects if full == name or full.endswith(f".{name}")]
+        found = [full for full in objects if f".{full}".endswith(f".{name}") and not objects[full].aliased]
         if len(found) == 1:
             entry = objects[found[0]]
             return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, found[0])

@@ -112,9 +112,12 @@ def test_the_python_of_a_page_gives_what_it_shows(page):
 
 def test_the_api_pages_hold_every_public_name():
     text = "\n".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/api_*.md"))
-    listed = set(re.findall(r"^\.\. auto\w+:: pbrl_lightning\.((?:callbacks\.)?\w+)$", text, re.MULTILINE))
-    public = {*pbrl_lightning.__all__, *(f"callbacks.{name}" for name in callbacks.__all__)}
-    assert public <= listed
+    listed = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    public = [getattr(module, name) for module in (pbrl_lightning, callbacks) for name in module.__all__]
+    assert {f"{entry.__module__}.{entry.__name__}" for entry in public} <= set(listed)
+    assert len(set(listed)) == len(listed)
+    overview = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert [name for name in pbrl_lightning.__all__ if f"`{name}`" not in overview] == []
 
 
 def test_links_of_built_pages_that_lead_nowhere_are_found(tmp_path):

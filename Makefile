@@ -2,10 +2,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.docs
 # Two processes of tests; a file's tests stay together, for what they share.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: help install quickstart test test-fast lint bench soak clean
+.PHONY: help install quickstart test test-fast lint docs bench soak clean
 
 help:
 	@echo "make quickstart   install into $(VENV), then train two agents on SmolLM2-135M (a few minutes on 2 cores)"
@@ -13,6 +14,7 @@ help:
 	@echo "make test-fast    the tests that take seconds"
 	@echo "make soak         50 runs that are killed, and one of 200 rounds (a few minutes)"
 	@echo "make lint         ruff, mypy, codespell"
+	@echo "make docs         the documentation as a site in docs/_build, its links checked"
 	@echo "make bench        speed, memory, growth (PEER=python: beside CoMLRL's), concurrent requests, the quickstart's seeds"
 	@echo "make clean        remove $(VENV), caches and builds; runs are kept"
 
@@ -42,6 +44,15 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/codespell
 
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
+	touch $@
+
+docs: $(DOCS_INSTALLED)
+	rm -rf docs/_build
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build
+	$(BIN)/python tests/site_links.py docs/_build
+
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/speed.py $(if $(PEER),--peer $(PEER))
 	$(BIN)/python benchmarks/linear_cost.py
@@ -53,5 +64,5 @@ soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py rounds --count 200
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build *.egg-info .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -114,7 +114,7 @@ def main_prompt(item: TaskItem) -> list[dict[str, str]]:
 
 
 FORMATTERS: Final = [helper_prompt, main_prompt]
-"""The two roles in the order of the reward's arguments: helper, main. For YAML, by import path."""
+"""The two roles in the order of the reward's arguments (helper, main). For YAML, by import path."""
 
 
 def _prompt(item: TaskItem, role: str) -> list[dict[str, str]]:
@@ -209,12 +209,12 @@ class _CodePair:
 class CodingReward:
     """Do the two functions parse, pass the tests, and need each other? A sum of three levels in [0, 1].
 
-    ========== ========================================================================================================
-    parsing    half for each answer that parses and defines its function
-    tests      share of the tests that pass; only if both parse
+    =========== ======================================================================================================
+    parsing     half for each answer that parses and defines its function
+    tests       share of the tests that pass; only if both parse
     cooperation the same share once more, if the main function really uses the helper: it names it, does not define it
-               itself, and fewer tests pass when the helper's value is None
-    ========== ========================================================================================================
+                itself, and fewer tests pass when the helper's value is None
+    =========== ======================================================================================================
 
     The programs run in a sandbox, and only if ``execute="sandbox"`` asks for it: they are written by a model, and no
     sandbox of an ordinary process is perfect (see :class:`pbrl_lightning.tasks.sandbox.Sandbox`). Equal texts give

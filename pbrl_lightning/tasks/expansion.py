@@ -21,7 +21,7 @@ FORMATTERS: Final[list[ChatTemplate]] = [
     ChatTemplate("{abstract_text}", system=_SHARED + "Write only the first: the background and the motivation."),
     ChatTemplate("{abstract_text}", system=_SHARED + "Write only the second: the method and what follows from it."),
 ]
-"""The two roles in the order of the reward's arguments: background, method. For YAML, by import path."""
+"""The two roles in the order of the reward's arguments (background, method). For YAML, by import path."""
 
 expansion_reward: Final = LevelReward(
     first_words=(30, 90),

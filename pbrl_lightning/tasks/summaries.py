@@ -21,7 +21,7 @@ FORMATTERS: Final[list[ChatTemplate]] = [
         system="Retell the user's text in a detailed paragraph, in other words, with transitions such as 'however'.",
     ),
 ]
-"""The two roles in the order of the reward's arguments: summary, detailed retelling. For YAML, by import path."""
+"""The two roles in the order of the reward's arguments (summary, detailed retelling). For YAML, by import path."""
 
 summary_reward: Final = LevelReward(
     first_words=(10, 40),

@@ -31,7 +31,7 @@ FORMATTERS: Final[list[ChatTemplate]] = [
     ChatTemplate("{prompt}", system="You are a concise writer. Answer in one short sentence."),
     ChatTemplate("{prompt}", system="You are a thorough writer. Give a detailed answer of a few sentences."),
 ]
-"""The two roles in the order of the reward's arguments: brief, detailed. For YAML, by import path."""
+"""The two roles in the order of the reward's arguments (brief, detailed). For YAML, by import path."""
 
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+")
 

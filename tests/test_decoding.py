@@ -1,5 +1,7 @@
 """Decoding with shared prompts, and with ready matrix products, is decoding as usual."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,9 @@ from torch.nn import functional as F
 
 from helpers import ARCHITECTURES, assert_close, tiny
 from pbrl_lightning import AgentTeam, LoraOptions, SamplingConfig
-from pbrl_lightning.agents import decoding, products, sampling
+from pbrl_lightning.agents import answering, decoding, products, sampling
 from pbrl_lightning.agents.decoding import DecodedRows, SharingRows, rows_for
+from pbrl_lightning.agents.loading import tiny_tokenizer
 from pbrl_lightning.agents.products import ready_products
 from pbrl_lightning.randomness import counted_uniforms
 from training_runs import perturb
@@ -261,3 +264,72 @@ def test_the_rows_of_a_batch_are_bounded_in_the_vocabulary(monkeypatch):
     assert max(rows) == 5
     monkeypatch.undo()
     assert sampling.sample_responses(model, PROMPTS[:2], uniforms, config, set()) == few
+
+
+@pytest.fixture
+def two_threads():
+    """Torch with two threads, whatever the suite runs with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def spied(monkeypatch):
+    """The threads that sample, and how many torch threads each has."""
+    seen, original = [], answering.sample_responses
+
+    def sample(*args):
+        seen.append((threading.get_ident(), torch.get_num_threads()))
+        return original(*args)
+
+    monkeypatch.setattr(answering, "sample_responses", sample)
+    return seen
+
+
+def full_team(dtype=torch.float64):
+    return perturb(AgentTeam("builtin:tiny", num_agents=3).load().to(dtype), 5, 0.3)
+
+
+def test_full_models_are_sampled_at_once_and_say_what_each_says_alone(two_threads, monkeypatch):
+    team, options = full_team(), options_of()
+    seen = spied(monkeypatch)
+    together = team.sample(ITEMS, [4, 9], **options)
+    assert {threads for _, threads in seen} == {1}
+    assert len({thread for thread, _ in seen}) == 2
+    assert threading.get_ident() not in {thread for thread, _ in seen}
+    assert torch.get_num_threads() == 2
+    alone = [team.answer(agent, team.formatters[agent], ITEMS, [4, 9], **options) for agent in range(3)]
+    assert {seen[-1], seen[-2], seen[-3]} == {(threading.get_ident(), 2)}
+    for row, sample in enumerate(together):
+        assert sample.responses == [alone[agent][row].responses for agent in range(3)]
+    assert all(model.config._attn_implementation == "sdpa" for model in map(team.model, range(3)))
+
+
+def test_an_error_in_one_of_them_is_raised_and_the_threads_are_given_back(two_threads):
+    team = full_team()
+    with torch.no_grad():
+        team.model(1).get_input_embeddings().weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"agent 1 cannot be sampled \(actors, 0\)"):
+        team.sample(ITEMS, [0, 1], **options_of())
+    assert torch.get_num_threads() == 2
+    assert all(model.config._attn_implementation == "sdpa" for model in map(team.model, range(3)))
+
+
+def test_models_that_share_a_configuration_or_fill_the_memory_take_turns(two_threads, monkeypatch):
+    team, seen = full_team(), spied(monkeypatch)
+    size = sum(parameter.nbytes for parameter in team.model(0).parameters())
+    monkeypatch.setattr(answering, "device_memory", lambda _device: 8 * size - 1)
+    team.sample(ITEMS, [0, 1], **options_of())
+    assert set(seen) == {(threading.get_ident(), 2)}
+    monkeypatch.setattr(answering, "device_memory", lambda _device: 8 * size)
+    team.sample(ITEMS, [0, 1], **options_of())
+    assert {threads for _, threads in seen[3:]} == {1}
+    models = [tiny("llama", seed=seed) for seed in range(2)]
+    for module in models[1].modules():
+        if hasattr(module, "config"):
+            module.config = models[0].config
+    seen.clear()
+    shared = AgentTeam(models, tokenizers=tiny_tokenizer()).load()
+    shared.sample(ITEMS, [0, 1], **options_of())
+    assert set(seen) == {(threading.get_ident(), 2)}

@@ -10,10 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pbrl_lightning.agents.adapters import mixes_adapters
 from pbrl_lightning.agents.loading import warn_once
+from pbrl_lightning.agents.products import device_memory
 from pbrl_lightning.agents.prompts import Formatter
 from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_responses
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem
@@ -124,11 +125,7 @@ def _at_once(team: AgentTeam, groups: list[list[_Questions]], draws: Draws) -> l
     The products of a step are small, and two threads make one of them half as fast again, not twice.
     """
     threads = torch.get_num_threads()
-    models = [team.model(asked[0].agent) for asked in groups]
-    # Attention is exchanged by way of a model's configuration, which must be its own.
-    own = len({id(getattr(model, "config", model)) for model in models}) == len(models)
-    on_cpu = all(parameter.device.type == "cpu" for model in models for parameter in model.parameters())
-    workers = min(len(groups), threads) if own and on_cpu else 1
+    workers = min(threads, _most_at_once([team.model(asked[0].agent) for asked in groups]))
     with spending("sampling"):
         if workers < 2:
             return [_sample(team, asked, draws) for asked in groups]
@@ -142,6 +139,21 @@ def _at_once(team: AgentTeam, groups: list[list[_Questions]], draws: Draws) -> l
                 return list(pool.map(sample, groups))
         finally:
             torch.set_num_threads(threads)
+
+
+def _most_at_once(models: list[nn.Module]) -> int:
+    """How many models may be sampled at once: one, if they are not on the CPU or share a configuration.
+
+    Attention is exchanged by way of the configuration; and each may hold a second copy of its weights meanwhile, for
+    which a quarter of the memory is left.
+    """
+    parameters = [list(model.parameters()) for model in models]
+    on_cpu = all(parameter.device.type == "cpu" for some in parameters for parameter in some)
+    own = len({id(getattr(model, "config", model)) for model in models}) == len(models)
+    if not (on_cpu and own):
+        return 1
+    largest = max(sum(parameter.nbytes for parameter in some) for some in parameters)
+    return max(1, min(len(models), device_memory(torch.device("cpu")) // 4 // max(1, largest)))
 
 
 def _sample(team: AgentTeam, asked: list[_Questions], draws: Draws) -> list[list[list[SampledIds]]]:

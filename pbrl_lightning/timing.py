@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +29,11 @@ def _account() -> None:
 def spending(activity: Activity) -> Iterator[None]:
     """Counts the time inside as this activity's, and not as that of one around it; an evaluation keeps all of its own.
 
-    Also a decorator. Of one thread, the first: what others do is part of what it waits for.
+    Also a decorator. Of the main thread alone: what others do is part of what it does or waits for meanwhile.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     _account()
     _doing.append("evaluating" if "evaluating" in _doing else activity)
     try:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers import ARCHITECTURES, assert_close, tiny
 from pbrl_lightning import AgentTeam, LoraOptions, SamplingConfig
@@ -142,6 +143,38 @@ def test_only_plain_linear_layers_of_some_size_are_made_ready(every_size, monkey
     monkeypatch.setattr(products, "device_memory", lambda _device: 4 * 8 * 8 * 4)  # a quarter is the layer's own size
     with ready_products(layers):
         assert not any("forward" in layer.__dict__ for layer in layers)
+
+
+@torch.no_grad()
+def test_a_model_too_large_to_copy_still_multiplies_in_the_precision_asked_for(every_size, monkeypatch):
+    layer, inputs = nn.Linear(48, 80), torch.randn(5, 48)
+    monkeypatch.setattr(products, "device_memory", lambda _device: 0)
+    with ready_products(layer, torch.bfloat16):
+        assert "forward" not in layer.__dict__
+        assert layer(inputs).dtype == torch.bfloat16
+    with ready_products(layer):
+        assert layer(inputs).dtype == torch.float32
+
+
+@torch.no_grad()
+def test_what_sampling_leaves_in_a_model_can_be_trained_with():
+    """Rotary frequencies that grow with the text are stored while sampling, which runs in inference mode."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = LlamaConfig(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        rope_parameters=rope,
+    )
+    model = LlamaForCausalLM(config).eval()
+    uniforms = [counted_uniforms(2, 12, 0, "actors")]
+    sampling.sample_responses(model, [[1, 2, 3, 4]], uniforms, SamplingConfig(max_new_tokens=12), set())
+    with torch.enable_grad():
+        model(torch.arange(20)[None]).logits.square().sum().backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("lora", [None, LoraOptions(r=2)])

@@ -1,6 +1,7 @@
 """Where a round's time goes: counted once, complete, logged."""
 
 import csv
+import threading
 import time
 
 import pytest
@@ -79,6 +80,18 @@ def test_what_is_counted_between_two_hooks_is_not_counted_again(clock):
     clock(4)
     assert watch.stop("training") == 7
     assert taken() == {"training": 7, "evaluating": 10}
+
+
+def test_only_the_main_thread_counts(clock):
+    def write():
+        with spending("saving"):
+            clock(5)
+
+    with spending("sampling"):
+        other = threading.Thread(target=write)
+        other.start()
+        other.join()
+    assert taken() == {"sampling": 5}
 
 
 def times_of(root):

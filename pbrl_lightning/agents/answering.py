@@ -175,9 +175,7 @@ def _sample(team: AgentTeam, asked: list[_Questions], draws: Draws) -> list[list
         name = f"agents {who} of one backbone" if together else f"agent {who}"
         raise ValueError(f"{name} cannot be sampled ({draws.stream}, {draws.step}): {error}") from error
     size = len(asked[0].texts)
-    return (
-        [sampled[start : start + size] for start in range(0, size * len(asked), size)] if size else [[] for _ in asked]
-    )
+    return [sampled[place * size : (place + 1) * size] for place in range(len(asked))]
 
 
 def _response(team: AgentTeam, agent: int, row: SampledIds) -> Response:

@@ -27,8 +27,8 @@ _READY_DTYPES = (torch.float32, torch.bfloat16)
 def ready_products(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Inside, the linear layers of a model work on ready copies of their weights, which must not change meanwhile.
 
-    On a CPU a second copy of the weights is held, as long as it is less than a quarter of the machine's memory. Other
-    devices multiply as always.
+    On a CPU a second copy of the weights is held, as long as it is less than a quarter of the machine's memory. Larger
+    models and other devices multiply as always, under autocast if another precision is asked for.
 
     Args:
         model: Any model; what is not exactly ``nn.Linear``, or in float64, is left as it is.
@@ -40,7 +40,10 @@ def ready_products(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
             head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
             layers = [layer for layer in model.modules() if type(layer) is nn.Linear and _worth_it(layer, dtype)]
             size = sum(layer.weight.numel() * (dtype or layer.weight.dtype).itemsize for layer in layers)
-            if size < device_memory(torch.device("cpu")) / 4:
+            if size >= device_memory(torch.device("cpu")) / 4:
+                if dtype is not None:
+                    stack.enter_context(torch.autocast("cpu", dtype=dtype, cache_enabled=False))
+            else:
                 for layer in layers:
                     # Logits of some 20 in bfloat16 are rounded to an eighth: the head keeps its precision.
                     stack.enter_context(_ready_layer(layer, None if layer is head else dtype))

@@ -11,7 +11,7 @@ import yaml
 
 import pbrl_lightning as ours
 from fake_api import FakeApi
-from pbrl_lightning.callbacks import ComparatorHistory, JointEvaluation
+from pbrl_lightning.callbacks import ComparatorHistory, JointEvaluation, RewardDistribution
 from pbrl_lightning.cli import PreferenceCLI, main
 from pbrl_lightning.comparators.api import ApiComparator
 from pbrl_lightning.migration.convert import migrate
@@ -309,7 +309,7 @@ def test_the_table_names_all_that_is_documented_and_only_options_that_exist():
         "endpoint": [ours.ApiEndpoint],
         "comparator": [getattr(ours, name) for name in COMPARATORS.values()], "trainer": [L.Trainer],
         "replay": [getattr(ours, name) for name in REPLAYS.values()],
-        "evaluation": [JointEvaluation], "history": [ComparatorHistory],
+        "evaluation": [JointEvaluation], "history": [ComparatorHistory], "distribution": [RewardDistribution],
     }  # fmt: skip
     assert set(classes) == set(PARTS)
     for name in NAMES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,43 +20,67 @@ class Curve:
     """A series of numbers by step. When it gets too long, neighbours are averaged, over and over.
 
     Attributes:
-        points: ``[number of values, last step, mean value]`` each, in order.
-        stride: Values per point, but for the last one.
+        steps: Step of each point: that of its last value.
+        values: Value of each point: the mean of its values.
+        counts: Values of each point: ``stride``, but for the last one.
+        stride: See above; doubled when there are too many points.
         last: The last value as it was; None without any.
     """
 
-    points: list[list[float]] = field(default_factory=list)
+    # Not lists: those take several times as much memory.
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+    counts: array[float] = field(default_factory=lambda: array("d"))
     stride: int = 1
     last: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.steps)
 
     def add(self, step: int, value: float) -> None:
         """Adds a value; one that is not finite is left out."""
         if not math.isfinite(value):
             return
         self.last = value
-        if self.points and self.points[-1][0] < self.stride:
-            self.points[-1] = _merged(self.points[-1], [1, step, value])
+        if self.counts and self.counts[-1] < self.stride:
+            self._put(len(self) - 1, step, value, 1)
         else:
-            self.points.append([1, step, value])
-        if len(self.points) > CAPACITY:
-            self.stride *= 2
-            pairs = [self.points[start : start + 2] for start in range(0, len(self.points), 2)]
-            self.points = [_merged(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._append(step, value, 1)
+        if len(self) > CAPACITY:
+            self._halve()
 
-    @property
-    def steps(self) -> list[float]:
-        """Step of each point: that of its last value."""
-        return [step for _, step, _ in self.points]
+    def _append(self, step: float, value: float, count: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+        self.counts.append(count)
 
-    @property
-    def values(self) -> list[float]:
-        """Value of each point: a mean over ``stride`` neighbours."""
-        return [value for *_, value in self.points]
+    def _put(self, place: int, step: float, value: float, count: float) -> None:
+        """Adds later values to a point."""
+        known = self.counts[place]
+        self.steps[place] = step
+        self.values[place] = (known * self.values[place] + count * value) / (known + count)
+        self.counts[place] = known + count
 
+    def _halve(self) -> None:
+        self.stride *= 2
+        points = list(zip(self.steps, self.values, self.counts, strict=True))
+        self.steps, self.values, self.counts = array("d"), array("d"), array("d")
+        for place, point in enumerate(points):
+            if place % 2:
+                self._put(place // 2, *point)
+            else:
+                self._append(*point)
 
-def _merged(first: list[float], second: list[float]) -> list[float]:
-    count = first[0] + second[0]
-    return [count, second[1], (first[0] * first[2] + second[0] * second[2]) / count]
+    def state_dict(self) -> dict[str, Any]:
+        """The curve in plain containers."""
+        numbers = {name: list(getattr(self, name)) for name in ("steps", "values", "counts")}
+        return {**numbers, "stride": self.stride, "last": self.last}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Curve:
+        """What :meth:`state_dict` gave."""
+        numbers = {name: array("d", state[name]) for name in ("steps", "values", "counts")}
+        return cls(**numbers, stride=state["stride"], last=state["last"])
 
 
 class CurveLogger(Logger):
@@ -80,7 +105,7 @@ class CurveLogger(Logger):
         return ""
 
     @override
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         for name, value in metrics.items():
             self.curves.setdefault(name, Curve()).add(step or 0, float(value))
 
@@ -90,14 +115,8 @@ class CurveLogger(Logger):
 
     def state_dict(self) -> dict[str, Any]:
         """All curves in plain containers."""
-        return {
-            name: {"points": [list(point) for point in curve.points], "stride": curve.stride, "last": curve.last}
-            for name, curve in self.curves.items()
-        }
+        return {name: curve.state_dict() for name, curve in self.curves.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave."""
-        self.curves = {
-            name: Curve([list(point) for point in curve["points"]], curve["stride"], curve["last"])
-            for name, curve in state.items()
-        }
+        self.curves = {name: Curve.from_state(curve) for name, curve in state.items()}

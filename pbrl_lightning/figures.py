@@ -50,7 +50,8 @@ def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 def _style(**more: str) -> AbstractContextManager[None]:
     from matplotlib import rc_context
 
-    return rc_context({**_STYLE, **more})
+    settings: Any = {**_STYLE, **more}  # its keys are a type of matplotlib's own
+    return rc_context(settings)
 
 
 def _figure(width: float = 5.0, height: float = 3.0) -> Figure:
@@ -66,7 +67,7 @@ def reward_figure(distribution: Mapping[str, Any]) -> Figure:
     Args:
         distribution: Of :func:`pbrl_lightning.distributions.reward_distribution`; the values themselves are not needed.
     """
-    figure = _figure(5.0, 4.2)
+    figure = _figure(5.4, 4.6)
     edges = np.asarray(distribution["bin_edges"])
     panels = figure.subplots(2, 1, sharex=True)
     for axes, (group, name) in zip(
@@ -83,21 +84,22 @@ def reward_figure(distribution: Mapping[str, Any]) -> Figure:
             share = np.asarray(part["counts"]) / part["count"]
             axes.bar(left, share, width, align="edge", color=colour, alpha=0.85, label=label)
             axes.axvline(part["mean"], color=colour, linestyle="--", linewidth=1.2)
-        axes.set_title(f"round {distribution['iteration']}: {name}")
         axes.set_ylabel("share")
         axes.grid(visible=False, axis="x")
-        _legend_above(axes, bool(sides))
+        _head(axes, f"round {distribution['iteration']}: {name}")
+        if not sides:
+            axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes, color="#777777")
     panels[1].set_xlabel("reward")
     return figure
 
 
-def _legend_above(axes: Axes, wanted: bool) -> None:
-    """A legend that covers nothing: over the bars, in room made for it."""
-    if wanted:
-        axes.margins(y=0.28)
-        axes.legend(loc="upper left", ncols=2, handlelength=1.2, columnspacing=1.2, borderaxespad=0.2)
-    else:
-        axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes, color="#777777")
+def _head(axes: Axes, title: str) -> None:
+    """A title, and below it a legend that covers nothing."""
+    named = bool(axes.get_legend_handles_labels()[0])
+    axes.set_title(title, pad=20 if named else 6)
+    if named:
+        narrow = {"ncols": 2, "handlelength": 1.2, "columnspacing": 1.2, "borderaxespad": 0.1}
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), **narrow)
 
 
 @_styled
@@ -117,12 +119,10 @@ def histogram_figure(values: Sequence[float], title: str, label: str, marked: fl
     axes.axvline(array.mean(), color="#222222", linestyle="--", linewidth=1.2, label=f"mean {array.mean():.3g}")
     if marked is not None:
         axes.axvline(marked, color=COMPARATOR, linewidth=1.2, label=f"{marked:g}")
-    axes.set_title(f"{title} (n = {len(array)})")
     axes.set_xlabel(label)
     axes.set_ylabel("count")
     axes.grid(visible=False, axis="x")
-    axes.margins(y=0.2)
-    axes.legend(loc="upper left", ncols=2)
+    _head(axes, f"{title} (n = {len(array)})")
     return figure
 
 
@@ -150,7 +150,7 @@ def calibration_figure(margins: Sequence[float], title: str) -> Figure:
         label="share of right answers",
     )
     axes.set(xlim=(0.5, 1), ylim=(-0.03, 1.03), xlabel="confidence  σ(|R(winner) − R(loser)|)")
-    axes.set_title(f"{title} (n = {sum(found.counts)})\nexpected calibration error {found.error:.3f}")
+    axes.set_title(f"{title} (n = {sum(found.counts)})\ncalibration error by confidence {found.error:.3f}")
     figure.legend(loc="outside lower center", ncols=3)
     return figure
 
@@ -164,18 +164,21 @@ def curve_figure(title: str, curves: Mapping[str, Curve], label: str = "") -> Fi
         curves: By what the legend calls them.
         label: Unit of the values.
     """
+    from matplotlib.ticker import MaxNLocator
+
     figure = _figure(4.4, 2.7)
     axes = figure.subplots()
     for place, (name, curve) in enumerate(curves.items()):
-        few = len(curve.points) <= 40
+        few = len(curve) <= 40
         colour = _COLOURS[place % len(_COLOURS)]
-        style = {"marker": "o", "markersize": 3} if few else {}
+        style: dict[str, Any] = {"marker": "o", "markersize": 3} if few else {}
+        style["linestyle"] = "--" if len(curves) == 2 and place else "-"  # one that lies on the other is seen
         # A legend leaves out names that begin with an underscore.
         axes.plot(curve.steps, curve.values, color=colour, linewidth=1.3, label=name.lstrip("_"), **style)
     axes.set_title(title)
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel(label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     if len(curves) > 1:
         figure.legend(loc="outside lower center", ncols=min(4, len(curves)))
     return figure

@@ -143,7 +143,7 @@ def _curves(curves: Mapping[str, Curve]) -> str:
     panels = [*PANELS, *(Panel(_clean(name), {name: _clean(name)}) for name in own)]
     drawn = []
     for panel in panels:
-        found = {label: curves[name] for name, label in panel.names.items() if name in curves and curves[name].points}
+        found = {label: curves[name] for name, label in panel.names.items() if name in curves and len(curves[name])}
         if found:
             drawn.append(_figure(svg(curve_figure(panel.title, found, panel.unit), panel.title), panel.title))
     return f'<div class="figures">{"".join(drawn)}</div>' if drawn else ""

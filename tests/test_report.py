@@ -40,7 +40,7 @@ def test_a_short_curve_is_kept_as_it_is():
     curve = Curve()
     for step, value in [(0, 1.0), (5, math.nan), (5, 2.0), (7, math.inf), (9, -1.0)]:
         curve.add(step, value)
-    assert (curve.steps, curve.values, curve.last) == ([0, 5, 9], [1.0, 2.0, -1.0], -1.0)
+    assert (list(curve.steps), list(curve.values), curve.last) == ([0, 5, 9], [1.0, 2.0, -1.0], -1.0)
 
 
 def test_a_long_curve_is_bounded_and_each_point_is_the_mean_of_its_neighbours():
@@ -48,9 +48,9 @@ def test_a_long_curve_is_bounded_and_each_point_is_the_mean_of_its_neighbours():
     values = [draw.gauss(0, 1) for _ in range(9 * CAPACITY + 5)]
     for step, value in enumerate(values):
         curve.add(step, value)
-        assert len(curve.points) <= CAPACITY
+        assert len(curve) <= CAPACITY
     assert (curve.stride, curve.last) == (16, values[-1])
-    for place, (count, step, mean) in enumerate(curve.points):
+    for place, (step, mean, count) in enumerate(zip(curve.steps, curve.values, curve.counts, strict=True)):
         mine = values[place * 16 : (place + 1) * 16]
         assert (count, step) == (len(mine), place * 16 + len(mine) - 1)
         assert mean == pytest.approx(fmean(mine), abs=1e-12)

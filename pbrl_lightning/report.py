@@ -110,7 +110,7 @@ def render(run: RunSummary) -> str:
     sections = [
         ("Curves", _curves(run.curves)),
         ("Rounds", _table(run.rounds) if len(run.rounds) > 1 else ""),
-        ("Rewards: current agents against the comparator", _distributions(run.distributions)),
+        ("Rewards of all candidates and of selected pairs", _distributions(run.distributions)),
         ("Joint responses to evaluation items, before and after", _before_and_after(run.before, run.after)),
         ("Preference pairs", "".join(_pairs(number, samples) for number, samples in run.pairs.items())),
         ("What was cut or dropped", _counts(run.curves)),

@@ -250,8 +250,8 @@ MUTANTS = [
     Mutant(
         "what a model wrote stands in the report as it is",
         "report.py",
-        "return escape(re.sub(",
-        "return str(re.sub(",
+        "return escape(_clean(value))",
+        "return _clean(value)",
         "tests/test_report.py",
     ),
     Mutant(

@@ -194,6 +194,14 @@ def test_other_sections(parser):
     assert (done.left, done.to_do) == ([], {})
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_reward_distribution_is_a_callback(parser, wanted):
+    done = migrate(theirs("madpo_iter", log_reward_distribution=wanted), **IN_CODE)
+    built(parser, done.config)
+    assert done.config["trainer"].get("callbacks", []) == [{"class_path": "RewardDistribution"}] * wanted
+    assert [left.name for left in done.left] == ["madpo_iter.log_reward_distribution"] * (not wanted)
+
+
 def test_every_option_of_an_endpoint(parser):
     form = "codex"
     options = {

@@ -48,8 +48,8 @@ class CollectionProgress(RoundCallback):
             rank_zero_info(f"logs and round files: {directory}  (tensorboard --logdir {directory})")
 
 
-def rounds_table(records: list[RoundRecord], evaluations: list[tuple[int, float]]) -> str:
-    """The rounds of a run as text.
+def round_rows(records: list[RoundRecord], evaluations: list[tuple[int, float]]) -> list[tuple[str, ...]]:
+    """The rounds of a run as the rows of a table, its head first.
 
     Args:
         records: One per round.
@@ -63,7 +63,9 @@ def rounds_table(records: list[RoundRecord], evaluations: list[tuple[int, float]
         values = [value for step, value in evaluations if until is None or step <= until]
         return values[-1] if values else None
 
-    rows = [("round", "pairs", "trained on", "mean reward", "comparator", "evaluation before", "evaluation after")]
+    rows: list[tuple[str, ...]] = [
+        ("round", "pairs", "trained on", "mean reward", "comparator", "evaluation before", "evaluation after")
+    ]
     for index, record in enumerate(records):
         following = records[index + 1].first_step if index + 1 < len(records) else None
         rows.append(
@@ -77,5 +79,11 @@ def rounds_table(records: list[RoundRecord], evaluations: list[tuple[int, float]
                 number(evaluated(following)),
             )
         )
+    return rows
+
+
+def rounds_table(records: list[RoundRecord], evaluations: list[tuple[int, float]]) -> str:
+    """The rounds of a run as text; see :func:`round_rows`."""
+    rows = round_rows(records, evaluations)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

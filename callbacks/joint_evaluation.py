@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import lightning as L
 from typing_extensions import override
 
-from pbrl_lightning.batches import EvaluationBatch
+from pbrl_lightning.media import log_table
 from pbrl_lightning.rounds import log_to
+from pbrl_lightning.samples import JointSample, evaluated_samples, table_of
 
 
 class JointEvaluation(L.Callback):
@@ -21,6 +23,10 @@ class JointEvaluation(L.Callback):
         interval: Updates of the agents (a reward model's do not count) from one to the next; 0 evaluates first and
             last only.
         num_samples: Evaluation items used.
+
+    Attributes:
+        results: Optimizer step and mean reward of each evaluation.
+        first: Joint responses of the first evaluation, and ``last`` those of the last one.
     """
 
     def __init__(self, interval: int = 16, num_samples: int = 4) -> None:
@@ -31,6 +37,8 @@ class JointEvaluation(L.Callback):
         self.interval = interval
         self.num_samples = num_samples
         self.results: list[tuple[int, float]] = []
+        self.first: list[JointSample] = []
+        self.last: list[JointSample] = []
         self._updates: int | None = None
 
     @property
@@ -40,12 +48,15 @@ class JointEvaluation(L.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"results": [list(result) for result in self.results], "updates": self._updates}
+        samples = {"first": [asdict(sample) for sample in self.first], "last": [asdict(sample) for sample in self.last]}
+        return {"results": [list(result) for result in self.results], "updates": self._updates, **samples}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.results = [(step, value) for step, value in state_dict["results"]]
         self._updates = state_dict["updates"]
+        self.first = [JointSample(**sample) for sample in state_dict.get("first", [])]
+        self.last = [JointSample(**sample) for sample in state_dict.get("last", [])]
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -83,24 +94,8 @@ class JointEvaluation(L.Callback):
             self.results.append((trainer.global_step, mean))
             metrics |= {"eval/turn_1/reward_mean": mean, "eval/turn_1/expected_return": mean}
         log_to(trainer, {**metrics, "env_step": trainer.datamodule.env_step})  # type: ignore[attr-defined]
-        self._log_table(trainer, batch)
+        self.last = evaluated_samples(batch)
+        self.first = self.first or self.last
+        if trainer.is_global_zero:
+            log_table(trainer, "eval/samples", *table_of(self.last))
         return mean
-
-    def _log_table(self, trainer: L.Trainer, batch: EvaluationBatch) -> None:
-        table = sample_table(batch)
-        for logger in trainer.loggers:
-            add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
-            if add_text is not None:
-                add_text("eval/samples", table, trainer.global_step)
-
-
-def sample_table(batch: EvaluationBatch) -> str:
-    """Joint responses and their rewards as a Markdown table."""
-    num_agents = len(batch.samples[0].prompts)
-    lines = ["| item | reward | " + " | ".join(f"agent {agent}" for agent in range(num_agents)) + " |"]
-    lines.append("|---" * (num_agents + 2) + "|")
-    rows = [(sample, index) for sample in batch.samples for index in sample.joint_indices]
-    for (sample, index), reward in zip(rows, batch.rewards.tolist(), strict=True):
-        cells = [" ".join(text.replace("|", "\\|").splitlines()) for text in sample.completions(index)]
-        lines.append(f"| {sample.item_index} | {reward:.3f} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)

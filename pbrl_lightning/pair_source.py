@@ -91,6 +91,7 @@ class PairSource:
         )
         # A collection that was stopped before its round had begun is not counted twice.
         self.records = [known for known in self.records if known.round < round_number] + [record]
+        notify(trainer, "on_round_scored", round_number, collected, collector.reward_range())
         return collected
 
     def _gather(self, trainer: L.Trainer, collector: Collector, items: list[TaskItem], round_number: int) -> Collection:

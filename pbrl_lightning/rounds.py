@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
+
+if TYPE_CHECKING:
+    from pbrl_lightning.preferences.collector import Collection
 
 
 @dataclass
@@ -65,6 +68,7 @@ RoundHook = Literal[
     "on_round_start",
     "on_collection_progress",
     "on_collection_end",
+    "on_round_scored",
     "on_round_collected",
     "on_round_prepared",
     "on_round_end",
@@ -82,6 +86,19 @@ class RoundCallback(L.Callback):
 
     def on_collection_end(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
         """When all is sampled and scored, and nothing of it is stored yet."""
+
+    def on_round_scored(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        round_number: int,
+        collected: Collection,
+        reward_range: tuple[float, float] | None,
+    ) -> None:
+        """After a collection, when its round file is written: all scores and pairs, the same on every process.
+
+        ``reward_range`` is that of the scores before ``reward_processor``, where the reward says it.
+        """
 
     def on_round_collected(self, trainer: L.Trainer, pl_module: L.LightningModule, record: RoundRecord) -> None:
         """After collection and replay, before the first update of the round."""
@@ -103,6 +120,11 @@ def notify(trainer: L.Trainer, hook: RoundHook, *arguments: Any) -> None:
 def completed_epochs(trainer: L.Trainer) -> int:
     """Epochs that are over when a loader is asked for; ``trainer.current_epoch`` lags behind at the end of a fit."""
     return trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+
+
+def writes_logs(trainer: L.Trainer) -> bool:
+    """True if a run has a logger; a trial run has only a stand-in."""
+    return bool(trainer.loggers) and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 
 def log_to(trainer: L.Trainer, metrics: Mapping[str, float]) -> None:

@@ -248,6 +248,20 @@ MUTANTS = [
         "tests/test_coding.py",
     ),
     Mutant(
+        "what a model wrote stands in the report as it is",
+        "report.py",
+        "return escape(_clean(value))",
+        "return _clean(value)",
+        "tests/test_report.py",
+    ),
+    Mutant(
+        "a reward model is right where the loser scores more",
+        "distributions.py",
+        "(array > 0).astype",
+        "(array < 0).astype",
+        "tests/test_report.py",
+    ),
+    Mutant(
         "a level at the threshold stops the next",
         "tasks/levels.py",
         "            if level < self.threshold:",

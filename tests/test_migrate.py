@@ -11,7 +11,7 @@ import yaml
 
 import pbrl_lightning as ours
 from fake_api import FakeApi
-from pbrl_lightning.callbacks import ComparatorHistory, JointEvaluation
+from pbrl_lightning.callbacks import ComparatorHistory, JointEvaluation, RewardDistribution
 from pbrl_lightning.cli import PreferenceCLI, main
 from pbrl_lightning.comparators.api import ApiComparator
 from pbrl_lightning.migration.convert import migrate
@@ -194,6 +194,14 @@ def test_other_sections(parser):
     assert (done.left, done.to_do) == ([], {})
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_reward_distribution_is_a_callback(parser, wanted):
+    done = migrate(theirs("madpo_iter", log_reward_distribution=wanted), **IN_CODE)
+    built(parser, done.config)
+    assert done.config["trainer"].get("callbacks", []) == [{"class_path": "RewardDistribution"}] * wanted
+    assert [left.name for left in done.left] == ["madpo_iter.log_reward_distribution"] * (not wanted)
+
+
 def test_every_option_of_an_endpoint(parser):
     form = "codex"
     options = {
@@ -309,7 +317,7 @@ def test_the_table_names_all_that_is_documented_and_only_options_that_exist():
         "endpoint": [ours.ApiEndpoint],
         "comparator": [getattr(ours, name) for name in COMPARATORS.values()], "trainer": [L.Trainer],
         "replay": [getattr(ours, name) for name in REPLAYS.values()],
-        "evaluation": [JointEvaluation], "history": [ComparatorHistory],
+        "evaluation": [JointEvaluation], "history": [ComparatorHistory], "distribution": [RewardDistribution],
     }  # fmt: skip
     assert set(classes) == set(PARTS)
     for name in NAMES:

@@ -255,6 +255,8 @@ class _Parts:
     def _replay(self) -> None:
         mode = self.options.get("preference_replay_mode", "current")
         self.classes["replay"] = REPLAYS[mode]
+        if not self.options.get("log_reward_distribution"):
+            self.leave("log_reward_distribution", "without a `RewardDistribution` among the callbacks none is written")
         for option in {"nearest_k": ("k", "sample_size"), "lambda_decay": ("lambda", "sample_size"),
                        "all_history": ("sample_size",)}.get(mode, ()):  # fmt: skip
             value = self.options.get(f"preference_replay_{option}")
@@ -306,8 +308,11 @@ class _Parts:
         trainer = {**self.parts["trainer"]}
         trainer.setdefault("default_root_dir", str(Path("runs") / self.run))
         callbacks = {"JointEvaluation": self.parts["evaluation"], "ComparatorHistory": self.parts["history"]}
-        if any(callbacks.values()):
-            trainer["callbacks"] = [_as_class(name, options) for name, options in callbacks.items() if options]
+        given = [_as_class(name, options) for name, options in callbacks.items() if options]
+        if self.run in ROUNDS and self.options.get("log_reward_distribution"):
+            given.append(_as_class("RewardDistribution", {}))
+        if given:
+            trainer["callbacks"] = given
         return {"model": _as_class(RUNS[self.run], model), "data": data, "trainer": trainer}
 
 

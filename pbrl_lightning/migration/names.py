@@ -49,8 +49,9 @@ PARTS: Final[dict[str, str]] = {
     "trainer": "trainer",
     "evaluation": "JointEvaluation",
     "history": "ComparatorHistory",
+    "distribution": "RewardDistribution",
 }
-"""The parts of a config and where they stand; `init_args` is left out. The last two are callbacks."""
+"""The parts of a config and where they stand; `init_args` is left out. The last three are callbacks."""
 
 ALL: Final = ("madpo", "madpo_iter", "marlhf", "marlhf_iter")
 ROUNDS: Final = ("madpo_iter", "marlhf_iter")
@@ -213,7 +214,7 @@ _IN_ROUNDS: Final = (
     _run("preference_replay_sample_size", "replay.sample_size", _SIZE, "of all but `CurrentReplay`", runs=ROUNDS,
          moved=False),
     _run("preference_replay_dir", "data.replay_dir", _TEXT, "one run's own; another run's is refused", runs=ROUNDS),
-    _run("log_reward_distribution", None, _FLAG, "the round files hold every pair's scores", runs=ROUNDS),
+    _run("log_reward_distribution", "distribution", _FLAG, "true adds the callback", runs=ROUNDS, moved=False),
     _run("policy_checkpoint_dir", "history.dirpath", _TEXT, "of a `HistoryComparator`'s policies", runs=ROUNDS,
          moved=False),
     _run("comparator_policy", "comparator", Limits(choices=tuple(COMPARATORS)), "a class, below", runs=ROUNDS,

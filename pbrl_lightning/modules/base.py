@@ -21,7 +21,7 @@ from pbrl_lightning.checkpoints import make_durable
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
-from pbrl_lightning.rounds import log_to
+from pbrl_lightning.rounds import log_to, writes_logs
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.sharding import share_out
 from pbrl_lightning.timing import Stopwatch, spending
@@ -52,6 +52,12 @@ class LearnerModule(L.LightningModule):
 
     val_fraction = 0.0
     """Share of the task items whose pairs are held out where the data module is not told."""
+
+    pair_margins: Tensor | None = None
+    """Margins of the last batch's pairs, detached, those that only fill up left out; callbacks draw them."""
+
+    pair_margins_name = "train/margins"
+    """What loggers call them."""
 
     def __init__(
         self,
@@ -138,9 +144,11 @@ class LearnerModule(L.LightningModule):
 
     def wanted_callbacks(self) -> list[L.Callback]:
         """What a run of this module needs, unless the user gives one of the kind."""
-        from pbrl_lightning.callbacks import AgentExport, GracefulStop, RoundTimes
+        from pbrl_lightning.callbacks import AgentExport, GracefulStop, RoundFigures, RoundTimes, RunReport
 
-        return [RoundTimes(), AgentExport(), GracefulStop()]
+        # What a logger gets is shown once more at the end; who logs nothing gets no pictures either.
+        pictures = [RoundFigures(), RunReport()] if writes_logs(self.trainer) else []
+        return [RoundTimes(), AgentExport(), *pictures, GracefulStop()]
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
@@ -316,14 +324,16 @@ class TeamModule(LearnerModule):
 
     @override
     def wanted_callbacks(self) -> list[L.Callback]:
-        from pbrl_lightning.callbacks import CollectionProgress, ComparatorHistory, JointEvaluation, RoundCheckpoint
+        from pbrl_lightning import callbacks as ours
 
-        wanted: list[L.Callback] = [JointEvaluation(), CollectionProgress(), *super().wanted_callbacks()]
+        wanted: list[L.Callback] = [ours.JointEvaluation(), ours.CollectionProgress(), *super().wanted_callbacks()]
+        if writes_logs(self.trainer) and self.collects_pairs:
+            wanted.append(ours.SampleTable())
         if self.trainer.checkpoint_callbacks and self.collects_pairs:
-            wanted.append(RoundCheckpoint())
+            wanted.append(ours.RoundCheckpoint())
         comparator = getattr(self.trainer.datamodule, "comparator", None)  # type: ignore[attr-defined]
         if comparator is not None and comparator.needs_history is not None:
-            wanted.insert(0, ComparatorHistory())
+            wanted.insert(0, ours.ComparatorHistory())
         return wanted
 
     def agent_learning_rate(self, agent: int) -> float:

@@ -42,6 +42,7 @@ class JointRewardModule(LearnerModule):
     """
 
     pair_batch_size = 1
+    pair_margins_name = "reward/margins"
     val_fraction = 0.1
 
     def __init__(
@@ -123,14 +124,16 @@ class JointRewardModule(LearnerModule):
         losses = bradley_terry_losses(winner, loser)
         loss = (losses * batch.weights).sum() * batch.loss_scale
         require_finite(loss, {"the winners' scores": winner, "the losers' scores": loser}, where)
-        return loss, _metrics(losses.detach(), (winner - loser).detach(), batch.weights > 0)
+        margins, kept = (winner - loser).detach(), batch.weights > 0
+        self.pair_margins = margins[kept]
+        return loss, _metrics(losses.detach(), margins, kept)
 
     @override
     def validation_step(self, batch: PairBatch, batch_idx: int) -> None:
         del batch_idx
         winner, loser = self.reward_model(batch.agents[0]).chunk(2)
         kept = batch.weights > 0
-        margins = (winner - loser)[kept]
+        self.pair_margins = margins = (winner - loser)[kept]
         self.held_out["loss"].update(bradley_terry_losses(winner, loser)[kept])
         self.held_out["accuracy"].update((margins > 0).float())
         self.held_out["margin"].update(margins)

@@ -80,7 +80,9 @@ class MADPOModule(TeamModule):
         # 3. The mean over all pairs of the optimizer step, whatever their split into ranks and batches.
         loss = (losses * batch.weights).sum() * batch.loss_scale
         require_finite(loss, {f"agent {i}'s log-probabilities": p for i, p in enumerate(logps)}, where)
-        return loss, _metrics(losses.detach(), joint_margins(winner_logps, loser_logps).detach(), batch)
+        margins = joint_margins(winner_logps, loser_logps).detach()
+        self.pair_margins = margins[batch.weights > 0]
+        return loss, _metrics(losses.detach(), margins, batch)
 
 
 def _metrics(losses: Tensor, margins: Tensor, batch: PairBatch) -> Metrics:

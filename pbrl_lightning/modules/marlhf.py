@@ -53,6 +53,7 @@ class MARLHFModule(TeamModule):
     """
 
     pair_batch_size = 1
+    pair_margins_name = "reward/margins"
 
     def __init__(
         self,
@@ -205,7 +206,9 @@ class MARLHFModule(TeamModule):
         self._in_policy_phase = isinstance(batch, RolloutBatch)
         if isinstance(batch, RolloutBatch):
             return self.policy.step(batch, where)
-        return self.reward.step(batch, where)
+        loss, metrics = self.reward.step(batch, where)
+        self.pair_margins = self.reward.pair_margins
+        return loss, metrics
 
     @override
     def on_train_end(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +23,30 @@ from pbrl_lightning.timing import spending
 
 
 @dataclass
+class RawRewards:
+    """Scores of a round before ``reward_processor``, side by side.
+
+    Attributes:
+        actors: Of the current agents' joint responses.
+        comparator: Of the comparator's; empty in base runs.
+        selected_actors: Of the current agents' side of the pairs that were kept; in base runs of both sides.
+        selected_comparator: Of the comparator's side; empty in base runs.
+    """
+
+    actors: list[float] = field(default_factory=list)
+    comparator: list[float] = field(default_factory=list)
+    selected_actors: list[float] = field(default_factory=list)
+    selected_comparator: list[float] = field(default_factory=list)
+
+    def extend(self, other: RawRewards) -> None:
+        """Adds another part."""
+        self.actors += other.actors
+        self.comparator += other.comparator
+        self.selected_actors += other.selected_actors
+        self.selected_comparator += other.selected_comparator
+
+
+@dataclass
 class Collection:
     """What one round, or a part of it, collected.
 
@@ -32,6 +57,7 @@ class Collection:
         num_responses: Joint responses sampled, both sides.
         num_comparator_responses: Those of the comparator.
         num_tokens: Their tokens.
+        raw_rewards: The scores before the processor, those of the pairs apart.
     """
 
     pairs: list[PreferencePair] = field(default_factory=list)
@@ -40,6 +66,7 @@ class Collection:
     num_responses: int = 0
     num_comparator_responses: int = 0
     num_tokens: int = 0
+    raw_rewards: RawRewards = field(default_factory=RawRewards)
 
     def extend(self, other: Collection) -> None:
         """Adds another part."""
@@ -49,6 +76,7 @@ class Collection:
         self.num_responses += other.num_responses
         self.num_comparator_responses += other.num_comparator_responses
         self.num_tokens += other.num_tokens
+        self.raw_rewards.extend(other.raw_rewards)
 
 
 @dataclass
@@ -138,6 +166,14 @@ class Collector:
         assert self.oracle is not None  # one of the two is given
         return OracleScorer(self.oracle, journal)
 
+    def reward_range(self) -> tuple[float, float] | None:
+        """Lowest and highest score before the processor; None if the reward does not say it."""
+        if self.judge is not None:
+            return (0.0, 1.0)  # shares of comparisons
+        with suppress(ValueError):  # what needs a right one asks the oracle before anything is sampled
+            return self.oracle.reward_range() if self.oracle is not None else None
+        return None
+
     def sampling_passes(self) -> int:
         """How often every item is sampled in a round: once, or twice with a comparator."""
         return 1 if self.comparator is None else 2
@@ -196,7 +232,11 @@ class Collector:
             )
             for pair in kept
         ]
-        return Collection(pairs, list(values.values()), [], len(sample.joint_indices), 0, sample.num_tokens)
+        raw = RawRewards(
+            actors=[score.raw for score in scores.values()],
+            selected_actors=[scores[index].raw for pair in kept for index in (pair.winner, pair.loser)],
+        )
+        return Collection(pairs, list(values.values()), [], len(sample.joint_indices), 0, sample.num_tokens, raw)
 
     def _against(
         self,
@@ -234,7 +274,14 @@ class Collector:
         other_rewards = [score.value for score in other_scores.values()]
         said = len(other.joint_indices)
         num_tokens = actor.num_tokens + other.num_tokens
-        return Collection(pairs, actor_rewards, other_rewards, len(actor.joint_indices) + said, said, num_tokens)
+        raw = RawRewards(
+            [score.raw for score in actor_scores.values()],
+            [score.raw for score in other_scores.values()],
+            [actor_scores[pair.index].raw for pair in kept],
+            [other_scores[pair.index].raw for pair in kept],
+        )
+        num_responses = len(actor.joint_indices) + said
+        return Collection(pairs, actor_rewards, other_rewards, num_responses, said, num_tokens, raw)
 
 
 def _ignore(_items: int) -> None:

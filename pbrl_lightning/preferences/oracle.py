@@ -7,6 +7,7 @@ import inspect
 import math
 import numbers
 import reprlib
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,6 +99,29 @@ class Oracle:
     def identity(self) -> str:
         """Tells this function, as it was given, from another or a corrected one, for the journal."""
         return fingerprint(self.reward_func)
+
+    def reward_range(self) -> tuple[float, float] | None:
+        """The function's ``reward_range``, or the one beside it in its module; None without.
+
+        Raises:
+            ValueError: If it is not two numbers in ascending order.
+        """
+        function = self.reward_func
+        while isinstance(function, functools.partial):
+            function = function.func
+        module = sys.modules.get(getattr(function, "__module__", None) or "")
+        given = getattr(function, "reward_range", None)
+        if given is None and inspect.isfunction(function):
+            given = getattr(module, "reward_range", None)
+        if given is None:
+            return None
+        try:
+            low, high = map(float, given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`reward_range` of `{self.reward_name}` must be two numbers, got {given!r}") from error
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError(f"`reward_range` of `{self.reward_name}` must ascend and be finite, got {given!r}")
+        return low, high
 
     @property
     def reward_name(self) -> str:

@@ -1,0 +1,132 @@
+"""Writes a report of the whole run at its end."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from pbrl_lightning.callbacks.collection_progress import round_rows
+from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
+from pbrl_lightning.curves import CurveLogger
+from pbrl_lightning.distributions import reward_distribution, without_values
+from pbrl_lightning.durable import write_atomically
+from pbrl_lightning.preferences.collector import Collection
+from pbrl_lightning.report import RunSummary, render
+from pbrl_lightning.rounds import RoundCallback
+from pbrl_lightning.samples import JointSample, pair_samples
+
+
+class RunReport(RoundCallback):
+    """Writes ``report.html``: curves, the table of rounds, rewards and joint responses of the beginning and the end.
+
+    One file that any browser opens, without a server or a network. A resumed run's shows all of it, from the first
+    start. Curves are kept in a bounded number of points, by a logger beside those of the trainer. Added by itself to
+    runs with a logger.
+
+    Args:
+        dirpath: Where to; default the run's log directory.
+        num_samples: Task items of a round whose pairs are shown.
+    """
+
+    def __init__(self, dirpath: str | None = None, num_samples: int = 4) -> None:
+        if num_samples < 0:
+            raise ValueError(f"`num_samples` must be >= 0, got {num_samples}")
+        self.dirpath = dirpath
+        self.num_samples = num_samples
+        self._begin()
+
+    def _begin(self) -> None:
+        self._curves = CurveLogger()
+        self._rounds: list[dict[str, Any]] = []  # the first and the last one
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return "RunReport"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"curves": self._curves.state_dict(), "rounds": [dict(known) for known in self._rounds]}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._curves.load_state_dict(state_dict["curves"])
+        self._rounds = [dict(known) for known in state_dict["rounds"]]
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._begin()  # a resumed run's state comes after this
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            trainer.loggers.append(self._curves)
+
+    @override
+    def on_round_scored(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        round_number: int,
+        collected: Collection,
+        reward_range: tuple[float, float] | None,
+    ) -> None:
+        samples = pair_samples(collected.pairs, self.num_samples) if self.num_samples else []
+        this = {
+            "round": round_number,
+            "rewards": without_values(reward_distribution(round_number, collected.raw_rewards, reward_range)),
+            "pairs": [asdict(sample) for sample in samples],
+        }
+        earlier = [known for known in self._rounds if known["round"] < round_number]
+        self._rounds = [*earlier[:1], this]
+
+    @override
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        directory = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        page = render(self._summary(trainer, pl_module))
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "report.html"
+        write_atomically(path, lambda file: file.write(page.encode(errors="replace")))
+        rank_zero_info(f"report: {path}")
+
+    @override
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._leave(trainer)
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._leave(trainer)
+
+    def _leave(self, trainer: L.Trainer) -> None:
+        if self._curves in trainer.loggers:
+            trainer.loggers.remove(self._curves)
+
+    def _summary(self, trainer: L.Trainer, pl_module: L.LightningModule) -> RunSummary:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        evaluation = next((c for c in trainer.callbacks if isinstance(c, JointEvaluation)), JointEvaluation())  # type: ignore[attr-defined]
+        facts = [f"{trainer.global_step} optimizer steps"]
+        if data.rounds:
+            facts.append(f"{len(data.rounds)} round{'s' * (len(data.rounds) > 1)} of collection")
+        if data.env_step:
+            facts.append(f"{data.env_step} joint responses sampled for training")
+        if len(evaluation.results) > 1:
+            (_, first), (_, last) = evaluation.results[0], evaluation.results[-1]
+            facts.append(f"mean task reward on evaluation items: {first:.3f} before, {last:.3f} after")
+        return RunSummary(
+            title=type(pl_module).__name__,
+            facts=facts,
+            curves=self._curves.curves,
+            rounds=round_rows(data.rounds, evaluation.results) if data.rounds else (),
+            distributions=[known["rewards"] for known in self._rounds],
+            before=evaluation.first,
+            after=evaluation.last,
+            pairs={known["round"]: [JointSample(**sample) for sample in known["pairs"]] for known in self._rounds},
+        )

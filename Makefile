@@ -6,7 +6,7 @@ DOCS_INSTALLED := $(VENV)/.docs
 # Two processes of tests; a file's tests stay together, for what they share.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: help install quickstart test test-fast lint docs bench soak clean
+.PHONY: help install quickstart test test-fast lint docs bench results soak clean
 
 help:
 	@echo "make quickstart   install into $(VENV), then train two agents on SmolLM2-135M (a few minutes on 2 cores)"
@@ -16,6 +16,7 @@ help:
 	@echo "make lint         ruff, mypy, codespell"
 	@echo "make docs         the documentation as a site in docs/_build, its links checked"
 	@echo "make bench        speed, memory, growth (PEER=python: beside CoMLRL's), concurrent requests, the quickstart's seeds"
+	@echo "make results      what docs/results.json lacks of the runs behind docs/results.md (an hour or two from nothing)"
 	@echo "make clean        remove $(VENV), caches and builds; runs are kept"
 
 # Done once, and again when a dependency changes. The constraints hold torch to the tested version: left free, pip
@@ -58,6 +59,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/linear_cost.py
 	$(BIN)/python benchmarks/api_concurrency.py
 	$(BIN)/python benchmarks/quickstart_seeds.py
+
+# Resumes: a run that docs/results.json has is not made again.
+results: $(INSTALLED)
+	$(BIN)/python benchmarks/results.py --jobs 2
 
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py kills --count 50

@@ -1,4 +1,7 @@
-"""A small synthetic task: the agents must end with the same letter. It shows quickly whether a team learns."""
+"""A small synthetic task: the agents must end with the same letter. It shows quickly whether a team learns.
+
+The reward is sparse (:func:`same_last_letter`: they agree or not) or dense (:func:`close_last_letters`: how nearly).
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,22 @@ def same_last_letter(*completions: list[str]) -> list[float]:
         [1.0, 0.0, 0.0]
     """
     return [float(all(texts) and len({text[-1] for text in texts}) == 1) for texts in zip(*completions, strict=True)]
+
+
+def close_last_letters(*completions: list[str]) -> list[float]:
+    """How near the last characters are: 1 where all are the same, 0 where an agent says nothing.
+
+    ``1 - (largest - smallest) / 255`` of the last UTF-8 bytes of the agents' responses.
+
+    Example:
+        >>> close_last_letters(["ab", "a", ""], ["xb", "p", "b"])  # p is 15 letters after a
+        [1.0, 0.9411764705882353, 0.0]
+    """
+    rewards = []
+    for texts in zip(*completions, strict=True):
+        last = [text.encode()[-1] for text in texts if text]
+        rewards.append(1 - (max(last) - min(last)) / 255 if len(last) == len(texts) else 0.0)
+    return rewards
 
 
 class CharacterAdapter(JointAdapter):

@@ -92,7 +92,7 @@ REPLAYS: Final = {
 }
 API_BUDGET: Final = ("--model.init_args.num_iterations=10", "--data.num_candidates=20")
 MARLHF: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
-    "MARLHF": ("debug/marlhf", ()),
+    "MARLHF": ("results/tiny_marlhf", ()),
     "iterative MARLHF": ("debug/marlhf_iter", ()),
 }
 POLICY: Final[dict[str, tuple[str, tuple[str, ...]]]] = {

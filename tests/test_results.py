@@ -1,5 +1,6 @@
 """The page of results is what its numbers say, and the script that makes it resumes."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ from benchmarks.results_parts.running import digest_of
 from benchmarks.results_parts.server import serving
 from benchmarks.results_parts.summary import Summary
 from benchmarks.results_parts.why import WHY
+from pbrl_lightning import AgentTeam
+from pbrl_lightning.agents.prompts import encode_response
 from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.tasks.coordination import close_last_letters
 
@@ -97,11 +100,22 @@ def test_the_record_is_one_line_per_run_and_lacks_what_changed(tmp_path):
 
 
 def test_the_dense_reward_says_how_near_the_last_letters_are():
-    three = (["xa", "b", "", "é"], ["a", "e", "a", "é"], ["a", "c", "a", "é"])
-    assert close_last_letters(*three) == [1, 1 - 3 / 255, 0, 1]
-    rewards = close_last_letters([chr(code) for code in range(97, 123)], ["z"] * 26)
+    three = (["xa", "b", "", "z"], ["a", "f", "a", "z"], ["a", "d", "a", "!"])
+    assert close_last_letters(*three) == [1, 1 - 4 / 64, 0, 0]
+    rewards = close_last_letters([chr(code) for code in range(32, 123)], ["z"] * 91)
     assert rewards == sorted(rewards)
     assert Oracle("pbrl_lightning.tasks.coordination:close_last_letters").reward_range() == (0.0, 1.0)
+
+
+def test_what_the_letters_team_says_becomes_the_same_tokens_again():
+    team = AgentTeam("builtin:letters", num_agents=1).load()
+    tokenizer = team.tokenizer(0)
+    special = set(tokenizer.all_special_ids)
+    ids = [index for index in range(len(tokenizer)) if index not in special]
+    assert len(ids) == team.model(0).config.vocab_size - 3 == 96
+    for said in itertools.product(ids, repeat=2):
+        text = tokenizer.decode(said, skip_special_tokens=True)
+        assert encode_response(tokenizer, text) == list(said)
 
 
 def test_the_server_answers_by_role_and_anew():

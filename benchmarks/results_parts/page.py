@@ -68,13 +68,8 @@ def _line(summary: Summary) -> str:
 
 
 def _seeds(rows: list[Summary]) -> str:
-    """Which seeds were run, of the rows and of the controls."""
-    said = []
-    for control, name in ((False, ""), (True, " (controls)")):
-        seeds = sorted({run["seed"] for row in rows if row.row.control == control for run in row.runs})
-        if seeds:
-            said.append(", ".join(map(str, seeds)) + name)
-    return "; ".join(said)
+    """Which seeds were run."""
+    return ", ".join(map(str, sorted({run["seed"] for row in rows for run in row.runs})))
 
 
 def _commands(rows: list[Summary]) -> str:

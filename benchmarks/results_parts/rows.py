@@ -13,8 +13,6 @@ API_URL: Final = "http://127.0.0.1:8000/generate"
 
 TABLES: Final = ("sparse", "dense", "writing")
 SEEDS: Final = (0, 1, 2)
-CONTROL_SEEDS: Final = tuple(range(8))
-"""Of the tiny team's controls: what they learn is luck, and its mean needs more of them."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,10 @@ class Row:
         return " ".join(["pbrl fit", *map(shlex.quote, options)])
 
 
-def _coin(row: Row, seeds: tuple[int, ...] = CONTROL_SEEDS) -> Row:
+def _coin(row: Row) -> Row:
     """The same run on preferences that a coin decides."""
     options = (*row.options, "--data.judge=benchmarks.results_parts.controls.CoinJudge")
-    return replace(row, title=f"{row.title}, random preferences", options=options, seeds=seeds, control=True)
+    return replace(row, title=f"{row.title}, random preferences", options=options, control=True)
 
 
 def _class(option: str, name: str, **init_args: object) -> str:
@@ -72,14 +70,14 @@ def _class(option: str, name: str, **init_args: object) -> str:
     return f"--{option}={{class_path: {name}, init_args: {{{inner}}}}}"
 
 
-PLAIN: Final = ("--model.init_args.advantage_normalization=false",)
+TEAM: Final = "builtin:letters"
 LAST: Final = ("--model.init_args.score_last_token=true",)
 """The reward looks at the last letter, which MADPO leaves out by default."""
 COMPARATORS: Final = {
     "CurrentComparator": (),
     "CurrentCopyComparator": (_class("data.comparator", "CurrentCopyComparator", devices="[cpu]"),),
     "HistoryComparator": (_class("data.comparator", "HistoryComparator", k=2),),
-    "ModelComparator": (_class("data.comparator", "ModelComparator", models="builtin:tiny"),),
+    "ModelComparator": (_class("data.comparator", "ModelComparator", models=TEAM),),
     "CentralizedGeneration": (
         "--data.comparator={class_path: CurrentComparator, init_args: {centralized: "
         f"{{adapter: {{class_path: {COORDINATION}.CharacterAdapter}}}}}}}}",
@@ -93,26 +91,33 @@ REPLAYS: Final = {
 API_BUDGET: Final = ("--model.init_args.num_iterations=10", "--data.num_candidates=20")
 MARLHF: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "MARLHF": ("results/tiny_marlhf", ()),
-    "iterative MARLHF": ("debug/marlhf_iter", ()),
+    "iterative MARLHF": ("results/tiny_marlhf_iter", ()),
 }
 POLICY: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "MAGRPO": ("debug/marl_magrpo", ()),
     "MAREINFORCE": ("debug/marl_mareinforce", ()),
     "MARLOO": ("debug/marl_marloo", ()),
     "MAReMax": ("debug/marl_maremax", ()),
-    "MAAC": ("debug/marl_maac", PLAIN),
-    "IAC, attached critics": ("debug/marl_iac", PLAIN),
-    "IAC, separate critics": ("debug/marl_iac", ("--model.init_args.critic=SeparateCritics", *PLAIN)),
+    "MAAC": ("debug/marl_maac", ()),
+    "IAC, attached critics": ("debug/marl_iac", ()),
+    "IAC, separate critics": ("debug/marl_iac", ("--model.init_args.critic=SeparateCritics",)),
 }
 
 
 def _coordination(table: str, reward: str) -> list[Row]:
     """The tiny team's rows."""
     scored = (f"--data.reward_func={COORDINATION}.{reward}",) if reward != "same_last_letter" else ()
+    scored = (f"--model.init_args.team.init_args.models={TEAM}", "--data.sampling.max_new_tokens=1", *scored)
 
     def row(title: str, config: str, *options: str, group: str) -> Row:
         last = LAST if "debug/madpo" in config else ()
-        return Row(table, title, f"configs/{config}.yaml", (*scored, *last, *options), group)
+        return Row(
+            table,
+            title,
+            f"configs/{config}.yaml",
+            (*(scored if "debug" in config else scored[2:]), *last, *options),
+            group,
+        )
 
     once = row("MADPO", "results/tiny_madpo", group="MADPO and comparators")
     compared = {
@@ -143,7 +148,7 @@ def _writing() -> list[Row]:
         Row("writing", title, f"configs/results/smollm2_{config}.yaml", group=title.split()[-1], responses=4)
         for title, config in titles.items()
     ]
-    return [*rows, _coin(rows[1], SEEDS)]
+    return [*rows, _coin(rows[1])]
 
 
 ROWS: Final[list[Row]] = [

@@ -31,6 +31,7 @@ from pbrl_lightning.importing import package_file
 from pbrl_lightning.timing import spending
 
 TINY = "builtin:tiny"
+LETTERS = "builtin:letters"
 """Name of a random 2-layer Llama with a byte tokenizer, for tests and ``configs/debug``."""
 
 
@@ -58,8 +59,9 @@ def resolve_source(name: str) -> Source:
 
     Args:
         name: A hub id; a local directory with a model or a LoRA adapter; a ``.gguf`` file or a directory that holds
-            just one; ``package:NAME/FILE`` for a file inside an installed package; or ``builtin:tiny``. GGUF weights
-            are dequantised once into :func:`cache_directory`, and adapters name that directory as their base.
+            just one; ``package:NAME/FILE`` for a file inside an installed package; ``builtin:tiny``, or
+            ``builtin:letters``, which speaks text alone (:func:`tiny_tokenizer`). GGUF weights are dequantised once
+            into :func:`cache_directory`, and adapters name that directory as their base.
 
     Raises:
         FileNotFoundError: If a path or a package's file does not exist.
@@ -67,6 +69,8 @@ def resolve_source(name: str) -> Source:
     """
     if name == TINY:
         return Source(_materialised("tiny", _save_tiny))
+    if name == LETTERS:
+        return Source(_materialised("letters", _save_letters))
     if name.startswith("package:"):
         name = str(package_file(name))
     path = Path(name).expanduser()
@@ -257,11 +261,18 @@ def _dequantised(path: Path) -> str:
     return _materialised(f"{path.stem}-{digest.hexdigest()[:12]}", save)
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, with ``<s>``, ``</s>`` and ``<pad>``; 259 tokens. Adds BOS to a text."""
+def tiny_tokenizer(letters: bool = False) -> PreTrainedTokenizerFast:
+    """One token per byte, with ``<s>``, ``</s>`` and ``<pad>``; 259 tokens. Adds BOS to a text.
+
+    Args:
+        letters: Printable ASCII and the newline alone, 99 tokens: what is sampled is always text, and becomes the same
+            tokens again. A lone byte does not: it is decoded to U+FFFD, whatever it was.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if letters:
+        alphabet = [*filter(str.isascii, alphabet), "Ċ", "Ġ"]  # newline and space
     vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "<pad>", *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -272,10 +283,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+def tiny_model(seed: int = 0, vocab_size: int = 259) -> LlamaForCausalLM:
     """A random Llama (hidden 64, 2 layers, 4 heads, 512 positions) for the byte tokenizer; float32, eval mode."""
     config = LlamaConfig(
-        vocab_size=259,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -294,6 +305,12 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
 def _save_tiny(directory: Path) -> None:
     _save_here(tiny_model(), directory)
     tiny_tokenizer().save_pretrained(directory)
+
+
+def _save_letters(directory: Path) -> None:
+    tokenizer = tiny_tokenizer(letters=True)
+    _save_here(tiny_model(vocab_size=len(tokenizer)), directory)
+    tokenizer.save_pretrained(directory)
 
 
 def warn_once(counts: dict[str, int], key: str, message: str) -> None:

@@ -36,18 +36,18 @@ def same_last_letter(*completions: list[str]) -> list[float]:
 
 
 def close_last_letters(*completions: list[str]) -> list[float]:
-    """How near the last characters are: 1 where all are the same, 0 where an agent says nothing.
+    """How near the last characters are: 1 where they are the same, 0 from 64 code points on or where one is silent.
 
-    ``1 - (largest - smallest) / 255`` of the last UTF-8 bytes of the agents' responses.
+    ``max(0, 1 - (largest - smallest) / 64)`` of the code points.
 
     Example:
-        >>> close_last_letters(["ab", "a", ""], ["xb", "p", "b"])  # p is 15 letters after a
-        [1.0, 0.9411764705882353, 0.0]
+        >>> close_last_letters(["ab", "a", ""], ["xb", "q", "b"])  # q is 16 letters after a
+        [1.0, 0.75, 0.0]
     """
     rewards = []
     for texts in zip(*completions, strict=True):
-        last = [text.encode()[-1] for text in texts if text]
-        rewards.append(1 - (max(last) - min(last)) / 255 if len(last) == len(texts) else 0.0)
+        last = [ord(text[-1]) for text in texts if text]
+        rewards.append(max(0.0, 1 - (max(last) - min(last)) / 64) if len(last) == len(texts) else 0.0)
     return rewards
 
 

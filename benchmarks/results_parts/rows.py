@@ -73,11 +73,13 @@ def _class(option: str, name: str, **init_args: object) -> str:
 TEAM: Final = "builtin:letters"
 LAST: Final = ("--model.init_args.score_last_token=true",)
 """The reward looks at the last letter, which MADPO leaves out by default."""
+EVERY_PAIR: Final = "--data.pair_selection=all"
+"""The default takes the pairs that the comparator won first, and a comparator that never learns would hold the team."""
 COMPARATORS: Final = {
     "CurrentComparator": (),
     "CurrentCopyComparator": (_class("data.comparator", "CurrentCopyComparator", devices="[cpu]"),),
     "HistoryComparator": (_class("data.comparator", "HistoryComparator", k=2),),
-    "ModelComparator": (_class("data.comparator", "ModelComparator", models=TEAM),),
+    "ModelComparator": (_class("data.comparator", "ModelComparator", models=TEAM), EVERY_PAIR),
     "CentralizedGeneration": (
         "--data.comparator={class_path: CurrentComparator, init_args: {centralized: "
         f"{{adapter: {{class_path: {COORDINATION}.CharacterAdapter}}}}}}}}",
@@ -88,7 +90,7 @@ REPLAYS: Final = {
     "LambdaDecayReplay": (_class("data.replay", "LambdaDecayReplay", decay=0.8),),
     "NearestKReplay": (_class("data.replay", "NearestKReplay", k=3),),
 }
-API_BUDGET: Final = ("--model.init_args.num_iterations=10", "--data.num_candidates=20")
+API_BUDGET: Final = ("--model.init_args.num_iterations=10", "--data.num_candidates=20", EVERY_PAIR)
 MARLHF: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "MARLHF": ("results/tiny_marlhf", ()),
     "iterative MARLHF": ("results/tiny_marlhf_iter", ()),

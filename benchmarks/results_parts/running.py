@@ -49,6 +49,7 @@ def run(row: Row, seed: int, cache: Path, overrides: tuple[str, ...] = ()) -> Re
         overrides: Further options; what they give is nothing for the page.
     """
     torch.set_num_threads(1)
+    digest = digest_of(row)  # before: a configuration may be edited meanwhile
     with (
         tempfile.TemporaryDirectory(prefix="pbrl_results_") as directory,
         serving() if row.uses_server else (nullcontext(API_URL)) as url,
@@ -70,7 +71,7 @@ def run(row: Row, seed: int, cache: Path, overrides: tuple[str, ...] = ()) -> Re
     return {
         "name": row.name,
         "seed": seed,
-        "digest": digest_of(row),
+        "digest": digest,
         "before": round(curve.before.mean().item(), 4),
         "after": round(curve.after.mean().item(), 4),
         "gain": round(gain.mean().item(), 4),

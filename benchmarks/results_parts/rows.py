@@ -75,11 +75,12 @@ LAST: Final = ("--model.init_args.score_last_token=true",)
 """The reward looks at the last letter, which MADPO leaves out by default."""
 EVERY_PAIR: Final = "--data.pair_selection=all"
 """The default takes the pairs that the comparator won first, and a comparator that never learns would hold the team."""
+MORE_ROUNDS: Final = "--model.init_args.num_iterations=15"
 COMPARATORS: Final = {
     "CurrentComparator": (),
     "CurrentCopyComparator": (_class("data.comparator", "CurrentCopyComparator", devices="[cpu]"),),
     "HistoryComparator": (_class("data.comparator", "HistoryComparator", k=2),),
-    "ModelComparator": (_class("data.comparator", "ModelComparator", models=TEAM), EVERY_PAIR),
+    "ModelComparator": (_class("data.comparator", "ModelComparator", models=TEAM), EVERY_PAIR, MORE_ROUNDS),
     "CentralizedGeneration": (
         "--data.comparator={class_path: CurrentComparator, init_args: {centralized: "
         f"{{adapter: {{class_path: {COORDINATION}.CharacterAdapter}}}}}}}}",
@@ -121,7 +122,8 @@ def _coordination(table: str, reward: str) -> list[Row]:
             group,
         )
 
-    once = row("MADPO", "results/tiny_madpo", group="MADPO and comparators")
+    by_gap = ("--data.pair_selection=reward_gap",) if table == "dense" else ()  # a sparse reward has one gap
+    once = row("MADPO", "results/tiny_madpo", *by_gap, group="MADPO and comparators")
     compared = {
         name: row(f"iterative MADPO, {name}", "debug/madpo_iter", *given, group=once.group)
         for name, given in COMPARATORS.items()

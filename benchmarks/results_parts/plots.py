@@ -29,13 +29,13 @@ def draw(directory: Path, results: dict[tuple[str, int], dict[str, Any]]) -> lis
 
 def _picture(rows: list[Summary], path: Path) -> None:
     groups = list(dict.fromkeys(row.row.group for row in rows))
-    figure, axes = plt.subplots(1, len(groups), figsize=(4.2 * len(groups), 4.4), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(groups), figsize=(4.0 * len(groups), 4.6), sharey=True, squeeze=False)
     for axis, group in zip(axes[0], groups, strict=True):
         for row in rows:
             if row.row.group == group:
                 _line(axis, row)
         axis.set(title=group, xlabel="joint responses sampled", xlim=(0, None))
-        axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+        axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     axes[0][0].set_ylabel("evaluation reward")
     figure.tight_layout()
     figure.savefig(path, dpi=90, metadata={"Software": None})

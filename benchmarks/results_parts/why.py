@@ -11,9 +11,9 @@ WHY: Final[dict[str, str]] = {
         "tells it which one to say. In rounds each collection starts from what the last one happened to favour."
     ),
     "sparse/MAReMax": (
-        "its advantage is never above 0: it pushes down what was sampled below the best of its group, and pulls nothing "
-        "up. Without a top-k filter, which it needs ([policy learning](policy_learning.md)), the untrained team agrees "
-        "once in a hundred times, so that most groups are all alike and have no gradient."
+        "its advantage is never above 0: it pushes down what was sampled below the best of its group, and pulls up "
+        "nothing. It must sample without a top-k filter ([policy learning](policy_learning.md)), and then the "
+        "untrained team agrees once in a hundred times: most groups are all alike and have no gradient."
     ),
 }
 """By the row's name."""

@@ -1,6 +1,9 @@
 """Agents of full models compute at the same time on a CPU: the same numbers, and gradients where they belong."""
 
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -160,6 +163,21 @@ def test_an_error_of_one_agent_comes_out_and_the_threads_are_given_back(two_thre
     with pytest.raises(ZeroDivisionError):
         in_threads([lambda: 1 / 0, lambda: 1.0], 2)
     assert torch.get_num_threads() == 2
+
+
+def test_a_task_comes_back_to_its_thread_and_a_forked_child_gets_threads_of_its_own(two_threads):
+    first = in_threads([threading.get_ident] * 3, 2)
+    assert in_threads([threading.get_ident] * 3, 2) == first
+    assert first[0] == first[2] != first[1]
+    child = os.fork()
+    if not child:
+        os._exit(in_threads([lambda: 1, lambda: 2, lambda: 3], 2) != [1, 2, 3])
+    deadline = time.monotonic() + 20
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+    assert ended == (child, 0)
 
 
 def test_agents_on_one_backbone_and_several_processes_take_turns(two_threads, threads_seen, monkeypatch):

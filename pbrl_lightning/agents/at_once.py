@@ -6,8 +6,9 @@ time need not wait for each other.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,10 +23,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+_workers: list[ThreadPoolExecutor] = []
+"""Of one thread each, kept: what a thread allocates, it finds free again when the same agent comes back to it."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_workers.clear)  # a child has none of its parent's threads
+
+
 def in_threads(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """Runs tasks, so many at a time with a share of torch's threads each, and gives their results in order.
 
-    An error is raised when the tasks that had begun are done.
+    The i-th task goes to the same thread every time. An error is raised when the others are done.
     """
     if workers < 2:
         return [task() for task in tasks]
@@ -35,10 +43,14 @@ def in_threads(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
         torch.set_num_threads(threads // workers)  # of this thread, and of those that it starts
         return task()
 
+    _workers.extend(ThreadPoolExecutor(1) for _ in range(workers - len(_workers)))
+    futures = [_workers[index % workers].submit(run, task) for index, task in enumerate(tasks)]
     try:
-        with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(run, tasks))
+        return [future.result() for future in futures]
     finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
         torch.set_num_threads(threads)
 
 

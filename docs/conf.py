@@ -42,7 +42,7 @@ python_use_unqualified_type_names = True
 # Types of other libraries (their inventories would have to be fetched), choices of texts, and what stays inside.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|lightning|transformers|peft|collections|pathlib|typing|contextlib|numpy)\..*"),
-    ("py:.*", r"nn\.Module|Optimizer|LRScheduler|PreTrainedTokenizerBase|timedelta"),
+    ("py:.*", r"Tensor|nn\.Module|Optimizer|LRScheduler|PreTrainedTokenizerBase|timedelta"),
     ("py:.*", "RLAlgorithm|CriticType|PairSelection|Guard"),
     ("py:.*", r"pbrl_lightning\.(preferences\.(collector\.Collector|journal\.\w+)|agents\.packing\.Layout)"),
 ]

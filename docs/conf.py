@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT))
 
 project = "pbrl-lightning"
 author = "pbrl-lightning authors"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+# The formulas' MathJax lies in the site: it is read without a network, too.
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx-mathjax-offline"]
 exclude_patterns = ["_build"]
 default_role = "code"  # single backticks of docstrings
 

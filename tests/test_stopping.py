@@ -133,11 +133,11 @@ def test_stopped_before_its_first_checkpoint_the_same_command_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_any_time_a_run_ends_the_same():
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/soak.py"), "kills", "--count", "8", "--seed", "1"]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/soak.py"), "kills", "--count", "4", "--seed", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     result = json.loads(done.stdout)
     assert result["different"] == []
-    assert result["runs"] == 8
-    assert result["kills"] >= 8
+    assert result["runs"] == 4
+    assert result["kills"] >= 4
     assert set(soak.RUNS) == {"madpo_iter", "marlhf_iter"}

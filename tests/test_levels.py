@@ -142,8 +142,8 @@ def test_rows_from_files(tmp_path):
         assert summaries.load_items(str(tmp_path / name), limit=2) == [{"prompt": "post 0"}, {"prompt": "post 1"}]
     with pytest.raises(ValueError, match=r"row 0 must have text in 'abstract_text', got None; it has \['completion'"):
         expansion.load_items(str(tmp_path / "a.jsonl"))
-    with pytest.raises(ValueError, match=r"`source` must be a \.json"):
-        load_rows("a.csv")
+    with pytest.raises(ValueError, match=r"`source` must be a file of JSON, JSONL"):
+        load_rows("a.txt")
     with pytest.raises(ValueError, match="`limit` must be None or at least 1, got 0"):
         load_rows("a.json", limit=0)
     with pytest.raises(FileNotFoundError):

@@ -15,7 +15,7 @@ from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
 from pbrl_lightning.comparators.base import Comparator
 from pbrl_lightning.data_items import load_items, resolve_file
-from pbrl_lightning.data_options import validate_options, validate_run
+from pbrl_lightning.data_options import validate_items, validate_options, validate_run
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.pair_source import PairSource, held_out_split
@@ -40,7 +40,8 @@ class PreferenceDataModule(L.LightningDataModule):
     run is iterative if a comparator is given.
 
     Args:
-        items: Task items: a list of dicts, a JSON or JSONL file, or a callable (also by import path).
+        items: Task items: a list of dicts, a file, a data set of the ``datasets`` library, or a callable (also by
+            import path); see :func:`pbrl_lightning.data_items.load_items`.
         reward_func: Scores joint responses: ``reward_func(*completions, prompts=…, batch_items=…)`` returns one number
             per joint response; ``completions`` are ``N`` lists of ``B`` texts. Also an import path, or async.
         reward_processor: Applied to each score (scale, shift, clip …) before it orders pairs.
@@ -192,6 +193,7 @@ class PreferenceDataModule(L.LightningDataModule):
         if self.pair_paths is not None:
             read_pairs(self.pair_paths)  # errors before any model is loaded
         if isinstance(module, TeamModule):
+            validate_items(self, module)
             if self.evaluator is None:
                 rank_zero_warn("no `eval_items` are given, so this run is not evaluated (never on the training items)")
             # Evaluation is the JointEvaluation callback's; `teardown` lets this trainer validate again.

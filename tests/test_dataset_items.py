@@ -58,9 +58,7 @@ def test_a_run_on_a_dataset_is_the_run_on_its_rows(tmp_path):
 def test_streams_and_dictionaries_of_splits_are_refused_with_what_to_do():
     stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
     for given in (stream, lambda: stream, datasets.IterableDatasetDict(train=stream)):
-        with pytest.raises(
-            ValueError, match=r"`items` must be a data set with a length.*`list\(stream.take\(1000"
-        ):
+        with pytest.raises(ValueError, match=r"`items` must be a data set with a length.*`list\(stream.take\(1000"):
             PreferenceDataModule(given, text_reward)
     assert load_items(list(stream.take(2)), "items") == ROWS[:2]
     splits = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS[:1]))

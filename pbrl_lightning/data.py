@@ -14,7 +14,7 @@ from typing_extensions import override
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
 from pbrl_lightning.comparators.base import Comparator
-from pbrl_lightning.data_items import load_items, resolve_file
+from pbrl_lightning.data_items import load_items, resolve_file, source_names
 from pbrl_lightning.data_options import validate_items, validate_options, validate_run
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
@@ -122,6 +122,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.val_fraction = val_fraction
         self.preference_scoring_reward = preference_scoring_reward
         self.seed = seed
+        self.sources = source_names(items=items, eval_items=eval_items, pairs=pairs)
         validate_options(
             self,
             reward_func=reward_func,
@@ -160,6 +161,11 @@ class PreferenceDataModule(L.LightningDataModule):
     def rounds(self) -> list[RoundRecord]:
         """What happened in the rounds so far."""
         return self.pair_source.records
+
+    @property
+    def training_pairs(self) -> list[PreferencePair]:
+        """What the round trains on."""
+        return self._pairs
 
     @property
     def iterative(self) -> bool:

@@ -55,6 +55,30 @@ def load_items(given: Any, name: str) -> list[TaskItem]:
     return items
 
 
+def source_names(**given: Any) -> dict[str, str]:
+    """What to call each of what items and pairs were given as, in Markdown; no path of this machine, and no item.
+
+    Example:
+        >>> source_names(items="/home/me/rain.jsonl", eval_items=[{"prompt": "rain"}], pairs=None)
+        {'items': 'the file `rain.jsonl`', 'eval_items': 'given in Python'}
+    """
+    return {name: _source_name(value) for name, value in given.items() if value is not None}
+
+
+def _source_name(given: Any) -> str:
+    if isinstance(given, list) and all(isinstance(entry, str) for entry in given):  # files of pairs
+        return "; ".join(_source_name(entry) for entry in given)
+    if callable(given) and hasattr(given, "__qualname__"):
+        return f"given in Python by `{given.__module__}:{given.__qualname__}`"
+    if not isinstance(given, (str, Path)):
+        return "given in Python" if isinstance(given, list) else f"given in Python as a `{type(given).__name__}`"
+    name = str(given)
+    if name.startswith(PREFIX) and Path(local := name.removeprefix(PREFIX).partition(":")[0]).expanduser().is_dir():
+        return f"the directory `{Path(local).name}`, by the `datasets` library"
+    is_path = not name.startswith((PREFIX, "package:")) and (is_file_of_items(name) or "/" in name)
+    return f"the file `{Path(name).name}`" if is_path else f"`{name}`"
+
+
 def is_file_of_items(name: str | Path) -> bool:
     """True if a name ends as files of task items do, whether or not there is such a file."""
     return str(name).endswith((".json", ".jsonl", ".jsonl.gz", *BUILDERS)) and not str(name).startswith(PREFIX)

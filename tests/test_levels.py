@@ -160,9 +160,11 @@ def test_rows_from_the_datasets_library_if_it_is_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert expansion.load_items("datasets:OpenMLRL/arXiv_abstract", "val", limit=1) == [{"abstract_text": "abstract 0"}]
     assert load_rows("datasets:google-research-datasets/mbpp:sanitized", "test", 1)[0]["id"] == 0
+    assert load_rows("datasets:trl-lib/tldr::val[:9]", "test", 1)[0]["id"] == 0
     assert asked == [
         ("OpenMLRL/arXiv_abstract", None, "val"),
         ("google-research-datasets/mbpp", "sanitized", "test"),
+        ("trl-lib/tldr", None, "val[:9]"),
     ]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'pbrl-lightning\[datasets\]'"):

@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT))
 
 project = "pbrl-lightning"
 author = "pbrl-lightning authors"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+# The formulas' MathJax lies in the site: it is read without a network, too.
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx-mathjax-offline"]
 exclude_patterns = ["_build"]
 default_role = "code"  # single backticks of docstrings
 
@@ -42,7 +43,7 @@ python_use_unqualified_type_names = True
 # Types of other libraries (their inventories would have to be fetched), choices of texts, and what stays inside.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|lightning|transformers|peft|collections|pathlib|typing|contextlib|numpy)\..*"),
-    ("py:.*", r"nn\.Module|Optimizer|LRScheduler|PreTrainedTokenizerBase|timedelta"),
+    ("py:.*", r"Tensor|nn\.Module|Optimizer|LRScheduler|PreTrainedTokenizerBase|timedelta"),
     ("py:.*", "RLAlgorithm|CriticType|PairSelection|Guard"),
     ("py:.*", r"pbrl_lightning\.(preferences\.(collector\.Collector|journal\.\w+)|agents\.packing\.Layout)"),
 ]

@@ -50,3 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     CACHE.cleanup()
+
+
+@pytest.fixture
+def two_threads():
+    """Torch with two threads, whatever the suite runs with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

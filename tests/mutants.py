@@ -52,6 +52,20 @@ MUTANTS = [
         "tests/test_madpo.py",
     ),
     Mutant(
+        "agents at once: a thread without mixed precision",
+        "agents/at_once.py",
+        'torch.autocast("cpu", dtype=dtype, enabled=mixed)',
+        'torch.autocast("cpu", dtype=dtype, enabled=False)',
+        "tests/test_at_once.py",
+    ),
+    Mutant(
+        "agents at once: the last agent's gradients for all",
+        "agents/at_once.py",
+        "torch.autograd.grad(outputs, self.trained[agent], gradients, allow_unused=True)",
+        "torch.autograd.grad(outputs, self.trained[-1], gradients, allow_unused=True)",
+        "tests/test_at_once.py",
+    ),
+    Mutant(
         "packed responses see each other",
         "agents/packing.py",
         "own = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])",

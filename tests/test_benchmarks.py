@@ -45,8 +45,10 @@ def test_speed_with_the_tiny_team(tmp_path):
     both = [f"{length} {precision}" for precision in ("fp32", "bf16", "mixed") for length in ("short", "long")]
     lora = ["short fp32 LoRA", "long fp32 LoRA"]
     timed = [f"sampling {kind} K={count}" for kind in both + lora for count in (4, 6)]
-    timed += [f"MADPO update {kind}" for kind in both + lora]
-    timed += [f"{what} {kind}" for what in ("reward model update", "policy step", "iterative round") for kind in both]
+    for update, kinds in (("MADPO update", both + lora), ("reward model update", both)):
+        for kind in kinds:
+            timed += [f"{update} {kind}", f"{update} {kind}, items apart"][: 1 + kind.startswith("long")]
+    timed += [f"{what} {kind}" for what in ("policy step", "iterative round") for kind in both]
     kept = [f"memory {kind} N={count}" for kind in ("full", "LoRA") for count in (1, 2)]
     kept += [f"peak memory MADPO {length} fp32" for length in ("short", "long")]
     replays = [f"replay {how}, {rounds} rounds" for rounds in (1, 3) for how in ("all history", "lambda decay")]

@@ -108,7 +108,7 @@ def test_fault_B86_stopped_in_training_the_step_is_finished(tmp_path, whole, num
     process = start(tmp_path, *SHORT)
     wait_for(lambda: calls(tmp_path) >= paid // 3, process)
     # Not `rglob`: it would walk the journal's folder while the run removes it.
-    wait_for(lambda: list(tmp_path.glob("runs/debug/version_*/checkpoints/round_0001.ckpt")), process)
+    wait_for(lambda: list(tmp_path.glob("runs/debug/lightning_logs/*/checkpoints/round_0001.ckpt")), process)
     stop(process, number)
     (checkpoint,) = tmp_path.rglob("stopped.ckpt")
     assert "asked to stop; the run goes on with --ckpt_path" in (tmp_path / "log.txt").read_text()

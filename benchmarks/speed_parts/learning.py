@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -80,14 +80,29 @@ def madpo(bench: Bench) -> Rows:
     for variant in bench.variants(lora=True):
         module = MADPOModule(bench.work.team(variant.precision, lora=variant.lora))
         update = update_of(module, variant)
-        for number, length in enumerate(bench.lengths):
-            yield _madpo_row(bench, variant, module, update, length, warm_up=number == 0)
+        for number, (length, apart) in enumerate(_kinds_of_batch(bench)):
+            yield _madpo_row(bench, variant, module, update, length, apart, warm_up=number == 0)
+
+
+def _kinds_of_batch(bench: Bench) -> Iterator[tuple[str, bool]]:
+    """Prompt lengths, and whether each pair is of an item of its own: asked where the prompt is most of the work."""
+    for length in bench.lengths:
+        yield length, False
+        if length == "long":
+            yield length, True
 
 
 def _madpo_row(
-    bench: Bench, variant: Variant, module: MADPOModule, update: Callable[[Any], None], length: str, warm_up: bool
+    bench: Bench,
+    variant: Variant,
+    module: MADPOModule,
+    update: Callable[[Any], None],
+    length: str,
+    apart: bool,
+    warm_up: bool,
 ) -> Row:
-    pairs = bench.work.pairs(module.team, length)
+    work = bench.work.of_items_apart() if apart else bench.work
+    pairs = work.pairs(module.team, length)
     said = 2 * len(pairs) * bench.work.new_tokens
     scored = said - 2 * len(pairs)  # MADPO leaves out the last token
     passes, products = FROZEN if variant.lora else TRAINED, []
@@ -96,7 +111,7 @@ def _madpo_row(
         products.append((matrices, [Products(sum(map(len, prompts)) + said, scored, passes)]))
     turns = bench.turns(variant, products, "madpo", pairs=pair_records(pairs))
     bench.repeat(turns, partial(update, pair_batch(module, pairs)), warm_up)
-    return turns.row(f"MADPO update {length} {variant}", len(pairs), "pairs/s")
+    return turns.row(f"MADPO update {length} {variant}{', items apart' * apart}", len(pairs), "pairs/s")
 
 
 def reward_model(bench: Bench) -> Rows:
@@ -105,22 +120,29 @@ def reward_model(bench: Bench) -> Rows:
         module = JointRewardModule(JointRewardModel(bench.work.directory, dtype=DTYPES[variant.precision]))
         module.load()
         update = update_of(module, variant)
-        for number, length in enumerate(bench.lengths):
-            yield _reward_model_row(bench, variant, module, update, length, warm_up=number == 0)
+        for number, (length, apart) in enumerate(_kinds_of_batch(bench)):
+            yield _reward_model_row(bench, variant, module, update, length, apart, warm_up=number == 0)
 
 
 def _reward_model_row(
-    bench: Bench, variant: Variant, module: JointRewardModule, update: Callable[[Any], None], length: str, warm_up: bool
+    bench: Bench,
+    variant: Variant,
+    module: JointRewardModule,
+    update: Callable[[Any], None],
+    length: str,
+    apart: bool,
+    warm_up: bool,
 ) -> Row:
-    team = bench.work.team()  # for its tokenizer, and for matrices of the same shapes
-    pairs = bench.work.pairs(team, length)
+    work = bench.work.of_items_apart() if apart else bench.work
+    team = work.team()  # for its tokenizer, and for matrices of the same shapes
+    pairs = work.pairs(team, length)
     tokens = module.encode_pairs(pairs)[1]
     prompts = {tuple(pair.prompts[0]) for pair in tokens}
     rows = sum(map(len, prompts)) + sum(len(pair.winner[0]) + len(pair.loser[0]) for pair in tokens)
     matrices = Matrices(team.model(0), torch.float32 if variant.precision == "fp32" else torch.bfloat16)
     turns = bench.turns(variant, [(matrices, [Products(rows, 0, TRAINED)])], "reward", pairs=pair_records(pairs))
     bench.repeat(turns, partial(update, pair_batch(module, pairs)), warm_up)
-    return turns.row(f"reward model update {length} {variant}", len(pairs), "pairs/s")
+    return turns.row(f"reward model update {length} {variant}{', items apart' * apart}", len(pairs), "pairs/s")
 
 
 def policy(bench: Bench) -> Rows:

@@ -43,20 +43,22 @@ class AgentExport(L.Callback):
         with gathered(pl_module):
             if trainer.is_global_zero:
                 pl_module.export(target)  # type: ignore[operator]
-        if self.model_cards and trainer.is_global_zero:
+        if self.model_cards:
             self._write_cards(trainer, pl_module, target)
         return target
 
     def _write_cards(self, trainer: L.Trainer, pl_module: L.LightningModule, target: Path) -> None:
         # The weights are safe by now, and nothing that a card could trip over may end a run.
         try:
-            write_cards(trainer, pl_module, _results(trainer), target)  # type: ignore[arg-type]
+            results = _results(trainer)
+            if trainer.is_global_zero:
+                write_cards(trainer, pl_module, results, target)  # type: ignore[arg-type]
         except Exception as error:
             rank_zero_warn(f"what was trained is in {target}, but without model cards: {type(error).__name__}: {error}")
 
 
 def _results(trainer: L.Trainer) -> RunResults:
-    """What the run's other callbacks gathered."""
+    """What the run's other callbacks gathered; asked for by every process, since Lightning may sum metrics up."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     evaluation = next((c for c in callbacks if isinstance(c, JointEvaluation)), None)
     report = next((c for c in callbacks if isinstance(c, RunReport)), None)
@@ -66,4 +68,5 @@ def _results(trainer: L.Trainer) -> RunResults:
         samples=evaluation.num_samples if evaluation is not None else 0,
         rounds=round_rows(trainer.datamodule.rounds, done),  # type: ignore[attr-defined]
         curves=report.curves if report is not None else {},
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
     )

@@ -36,12 +36,14 @@ class RunResults:
         samples: Most evaluation items of one.
         rounds: Rows of the table of rounds, its head first.
         curves: By what is logged; empty for a run without a logger.
+        metrics: The last values of what was logged.
     """
 
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     samples: int = 0
     rounds: list[tuple[str, ...]] = field(default_factory=list)
     curves: dict[str, Curve] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def tags(module: LearnerModule, several: bool) -> list[str]:
@@ -227,11 +229,11 @@ def evaluations(results: RunResults) -> str:
     return f"{said}\n\n{table(rows)}" if len(results.evaluations) > 1 else ""
 
 
-def held_out(trainer: L.Trainer) -> Facts:
+def held_out(results: RunResults) -> Facts:
     """What a reward model said of pairs that it was not fitted to."""
-    found = sorted((name, float(value)) for name, value in trainer.callback_metrics.items())
     prefix = "reward/val_"
-    return [(name.removeprefix(prefix).replace("_", " "), f"{v:.3f}") for name, v in found if name.startswith(prefix)]
+    found = sorted((name, value) for name, value in results.metrics.items() if name.startswith(prefix))
+    return [(name.removeprefix(prefix).replace("_", " "), f"{value:.3f}") for name, value in found]
 
 
 def versions() -> Facts:

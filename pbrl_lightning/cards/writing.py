@@ -161,7 +161,7 @@ def _reward_card(run: _Run, model: JointRewardModel) -> str:
     how = "an adapter, merged into the weights here" if model.lora is not None else "all weights trained"
     how = "only the head trained" if model.freeze_backbone else how
     made = listed([("backbone", f"from {source.words}; {how}"), ("fitted to", _fitted_to(run))])
-    held_out = listed(facts.held_out(run.trainer)) if isinstance(run.module, JointRewardModule) else ""
+    held_out = listed(facts.held_out(run.results)) if isinstance(run.module, JointRewardModule) else ""
     sections = [
         *_run_sections(run, [("The model", made), ("Held-out pairs", held_out)]),
         ("How to load it", f"```python\n{reward_code(num_agents)}\n```"),

@@ -6,7 +6,7 @@ import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, ParamSpec
+from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec
 
 import numpy as np
 
@@ -56,10 +56,10 @@ def _style(**more: str) -> AbstractContextManager[None]:
     return rc_context(settings)
 
 
-def _figure(width: float = 5.0, height: float = 3.0) -> Figure:
+def _figure(width: float = 5.0, height: float = 3.0, layout: Literal["constrained"] | None = "constrained") -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+    return Figure(figsize=(width, height), dpi=110, layout=layout)
 
 
 @_styled
@@ -182,7 +182,8 @@ def curves_figure(panels: Sequence[tuple[Panel, Mapping[str, Curve]]]) -> Figure
     """
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = _figure(4.0 * columns, 2.6 * rows)
+    figure = _figure(4.0 * columns, 2.6 * rows, layout=None)  # one that is sought takes twice as long
+    figure.subplots_adjust(0.16 / columns, 0.18 / rows, 1 - 0.04 / columns, 1 - 0.11 / rows, wspace=0.24, hspace=0.45)
     for place, (panel, curves) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)
         _draw_curves(axes, panel.title, curves, panel.unit)

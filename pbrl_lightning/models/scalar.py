@@ -147,6 +147,11 @@ class ScalarModel(nn.Module):
         return self
 
     @property
+    def given_name(self) -> str | None:
+        """The name of its model; None for a loaded one."""
+        return self._model if isinstance(self._model, str) else None
+
+    @property
     def is_loaded(self) -> bool:
         """True once the weights are in memory."""
         return self.head is not None

@@ -30,7 +30,12 @@ html_show_sphinx = False
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # the same anchors as on GitHub
-nb_execution_mode = "off"
+# The notebooks are stored without outputs; the pages show those of the build.
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_render_markdown_format = "myst"  # tables
 
 add_module_names = False
 autodoc_member_order = "bysource"
@@ -59,6 +64,8 @@ def _from_the_root(link: re.Match[str]) -> str:
         return link[0]
     if (ROOT / path).is_dir():
         return text
+    if path.startswith("notebooks/"):
+        return link[0]  # docs/notebooks leads there
     return f"[{text}]({target.removeprefix('docs/') if path.startswith('docs/') else f'../{target}'})"
 
 

@@ -64,5 +64,5 @@ soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py rounds --count 200
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/jupyter_execute *.egg-info .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -150,7 +150,7 @@ class PreferenceDataModule(L.LightningDataModule):
         """The state of a run before its first round; a resumed run's is loaded over it."""
         self.pair_source = PairSource(self.replay, self._replay_dir)
         self._progress = RunProgress()
-        self._pairs: list[PreferencePair] = []
+        self.training_pairs: list[PreferencePair] = []
         self._tokens: list[PairTokens] | None = None
         self._held_out: tuple[list[PreferencePair], list[PairTokens]] | None = None
         self.rollout_metrics: dict[str, float] = {}
@@ -161,11 +161,6 @@ class PreferenceDataModule(L.LightningDataModule):
     def rounds(self) -> list[RoundRecord]:
         """What happened in the rounds so far."""
         return self.pair_source.records
-
-    @property
-    def training_pairs(self) -> list[PreferencePair]:
-        """What the round trains on."""
-        return self._pairs
 
     @property
     def iterative(self) -> bool:
@@ -226,8 +221,8 @@ class PreferenceDataModule(L.LightningDataModule):
         if position is not None and position.phase == "policy":
             return self._rollout_loader(position)
         if self._tokens is None:  # resumed inside a round
-            self._pairs, self._tokens = self._module.encode_pairs(self._pairs)
-        pairs, tokens = (self._pairs, self._tokens) if position is not None else ([], [])
+            self.training_pairs, self._tokens = self._module.encode_pairs(self.training_pairs)
+        pairs, tokens = (self.training_pairs, self._tokens) if position is not None else ([], [])
         return self._pair_loader(pairs, tokens, position.epoch if position is not None else 0)
 
     @override
@@ -286,14 +281,14 @@ class PreferenceDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         return {
             "progress": asdict(self._progress),
-            "pairs": pairs_to_state(self._pairs),
+            "pairs": pairs_to_state(self.training_pairs),
             **self.pair_source.state_dict(),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._progress = RunProgress(**state_dict["progress"])
-        self._pairs, self._tokens = pairs_from_state(state_dict["pairs"]), None
+        self.training_pairs, self._tokens = pairs_from_state(state_dict["pairs"]), None
         self.pair_source.load_state_dict(state_dict)
 
     def evaluate(self, num_samples: int) -> EvaluationBatch | None:
@@ -353,9 +348,9 @@ class PreferenceDataModule(L.LightningDataModule):
                     )
                     rank_zero_warn(f"{nothing} (all ties?); the run ends without an update")
                 return None
-            self._pairs, self._tokens = self._begin_round(position.round)
+            self.training_pairs, self._tokens = self._begin_round(position.round)
             progress.round = position.round  # not before: a run that stops in a collection has not begun the round
-            if self._pairs or not self._module.collects_pairs:
+            if self.training_pairs or not self._module.collects_pairs:
                 self._module.begin_round(position.round)
                 progress.fitted |= self._module.collects_pairs
                 notify(self._trainer, "on_round_prepared", position.round)

@@ -53,7 +53,7 @@ def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
     if count < 2 or not may_exchange_attention(decoder, plain_width):
         return _as_it_is(decoder, batch)
     rows = _Rows.of(batch)
-    size = _hidden_size(decoder)
+    size = hidden_size(decoder)
     bins = _into_bins(rows.packs(size))
     width = _width(bins)
     pays = len(bins) * _cost(width, size) < 0.95 * count * _cost(plain_width, size)
@@ -236,5 +236,6 @@ def _dtype(decoder: nn.Module) -> torch.dtype:
     return next(decoder.parameters()).dtype
 
 
-def _hidden_size(decoder: Any) -> int:
+def hidden_size(decoder: Any) -> int:
+    """Width of a decoder's states."""
     return int(decoder.config.get_text_config().hidden_size)

@@ -30,7 +30,7 @@ from pbrl_lightning.agents.loading import (
     warn_once,
     write_directory,
 )
-from pbrl_lightning.agents.packing import lay_out
+from pbrl_lightning.agents.packing import hidden_size, lay_out
 from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_prompt, without_end, without_starts
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
@@ -175,7 +175,7 @@ class ScalarModel(nn.Module):
         else:
             self.classifier, weight, self._tokenizer = self._load_own()
         decoder = self._decoder
-        self.head = ScalarHead(_hidden_size(decoder), head_dtype(self._like()), self._like().device)
+        self.head = ScalarHead(hidden_size(decoder), head_dtype(self._like()), self._like().device)
         if weight is not None:
             self.head.weight.data.copy_(weight)
             self.fitted = True
@@ -397,7 +397,3 @@ class ScalarModel(nn.Module):
 
 
 _ROLES = ("reward", "critic")
-
-
-def _hidden_size(decoder: Any) -> int:
-    return int(decoder.config.get_text_config().hidden_size)

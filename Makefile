@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs
 # Two processes of tests; a file's tests stay together, for what they share.
-PARALLEL := -n 2 --dist loadfile
+PARALLEL := -n 2 --dist loadfile --durations=25
 
 .PHONY: help install quickstart test test-fast lint docs bench soak clean
 

@@ -1,12 +1,15 @@
-"""Responses to the same prompt behind one copy of it: the prompt is computed once.
+"""Responses to the same prompt behind one copy of it: the prompt is computed once, and nothing is padded.
 
-A pack is a prompt and then several responses, each with the positions it would have alone; a row holds one pack, or
-several short ones in the place of padding. A 4-D mask lets a response see its prompt and itself only, so that every
-hidden state is the one of an unpacked row, up to rounding.
+A pack is a prompt and then the responses to it, each with the positions it would have alone; all packs stand in one
+row. An attention of our own lets a response see its prompt and itself only, so that every hidden state is the one of
+an unpacked row, up to rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,12 +17,16 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn import functional as F
+from transformers import AttentionInterface
 
-from pbrl_lightning.agents.forward import accepts
+from pbrl_lightning.agents.attention import attention_exchanged, check_options, may_exchange_attention
+from pbrl_lightning.agents.forward import ContextPair, accepts
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.sharding import in_shares
 
+_ATTENTION = "pbrl_packs"
+_READ: ContextVar[list[_Span]] = ContextVar("packs_being_read")
 _PACKS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -31,37 +38,54 @@ class Layout:
         inputs: ``input_ids``, ``attention_mask`` and, where the model takes them, ``position_ids``.
         row: Shape ``(R, T)``; for padding any.
         column: The same.
+        spans: Of the packs in the one row of the inputs; none if the rows are read as they are.
     """
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     row: Tensor
     column: Tensor
+    spans: list[_Span]
 
     def pick(self, states: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """The states of these tokens, given by their places in the unpacked rows; shape ``(M, H)``."""
         return states[self.row[rows, columns], self.column[rows, columns]]
 
+    def reading(self, decoder: nn.Module) -> AbstractContextManager[None]:
+        """What must surround the decoder's forward."""
+        return attention_exchanged(decoder, _ATTENTION, _READ, self.spans) if self.spans else nullcontext()
+
+    def recomputing(self, decoder: nn.Module, contexts: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
+        """Contexts of checkpointed layers, whose second forward needs to be surrounded too."""
+
+        def surrounded() -> ContextPair:
+            first, second = contexts()
+            return first, _both(second, self.reading(decoder))
+
+        return surrounded
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
 
 def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
-    """How rows are read: packed where prompts are shared and that is less work, otherwise as they are.
+    """How rows are read: packed where that is less work (prompts are shared, lengths differ), otherwise as they are.
 
     Args:
         decoder: Maps the inputs to hidden states, as a tuple's first entry.
         batch: ``R`` rows, padded on either side.
     """
-    count, plain_width = batch.input_ids.shape
-    if count < 2 or not may_exchange_attention(decoder, plain_width):
+    count, width = batch.input_ids.shape
+    if count < 2 or not may_exchange_attention(decoder, width):
         return _as_it_is(decoder, batch)
     rows = _Rows.of(batch)
-    size = hidden_size(decoder)
-    bins = _into_bins(rows.packs(size))
-    width = _width(bins)
-    pays = len(bins) * _cost(width, size) < 0.95 * count * _cost(plain_width, size)
+    packs = rows.packs()
+    pays = sum(pack.width for pack in packs) < 0.95 * count * width
     # The processes of a sharded run must run the same forwards, so there it is looked at whether it pays now or not.
     possible = (pays or in_shares(decoder)) and _packs_truly(decoder, batch.input_ids.device)
-    if not (possible and pays):
-        return _as_it_is(decoder, batch)
-    return _packed(batch, rows, bins, _dtype(decoder))
+    return _packed(batch, rows, packs) if possible and pays else _as_it_is(decoder, batch)
 
 
 @dataclass
@@ -76,23 +100,39 @@ class _Pack:
         return len(self.prompt) + sum(map(len, self.responses))
 
 
-def _into_bins(packs: list[_Pack]) -> list[list[_Pack]]:
-    """Rows of several packs, none wider than the widest pack: what padding would fill, short packs do (first fit)."""
-    packs = sorted(packs, key=lambda pack: pack.width, reverse=True)
-    bins: list[list[_Pack]] = []
-    left: list[int] = []
-    for pack in packs:
-        place = next((index for index, room in enumerate(left) if room >= pack.width), len(bins))
-        if place == len(bins):
-            bins.append([])
-            left.append(packs[0].width)
-        bins[place].append(pack)
-        left[place] -= pack.width
-    return bins
+@dataclass(frozen=True)
+class _Span:
+    """A pack as its attention sees it: the prompt and the first response are one causal text, others come in groups.
+
+    Attributes:
+        prompt: Its length.
+        sizes: Of the causal text and of each group of responses.
+        masks: For each group, which of the prompt's keys and its own it sees: shape ``(S, prompt + S)``, bool.
+    """
+
+    prompt: int
+    sizes: list[int]
+    masks: list[Tensor]
+
+    @classmethod
+    def of(cls, pack: _Pack, device: torch.device) -> _Span:
+        prompt = len(pack.prompt)
+        first, *others = [len(response) for response in pack.responses if response] or [0]
+        # Scores between the responses of a group are computed for nothing, and each group reads the prompt again.
+        most = max(prompt, 128)
+        groups: list[list[int]] = []
+        for length in others:
+            if not groups or sum(groups[-1]) + length > most:
+                groups.append([])
+            groups[-1].append(length)
+        masks = [_group_mask(prompt, group).to(device) for group in groups]
+        return cls(prompt, [prompt + first, *map(sum, groups)], masks)
 
 
-def _width(bins: list[list[_Pack]]) -> int:
-    return max(sum(pack.width for pack in packs) for packs in bins)
+def _group_mask(prompt: int, lengths: list[int]) -> Tensor:
+    """Each response of a group sees the prompt and, causally, itself."""
+    own = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()
+    return torch.cat([torch.ones(len(own), prompt, dtype=torch.bool), own], 1)
 
 
 @dataclass
@@ -114,73 +154,104 @@ class _Rows:
             responses.append(tuple(ids[start + length - said : start + length]))
         return cls(prompts, responses, first)
 
-    def packs(self, hidden_size: int) -> list[_Pack]:
+    def packs(self) -> list[_Pack]:
         """Equal responses to a prompt stand once."""
         by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
         for prompt, response in zip(self.prompts, self.responses, strict=True):
             by_prompt.setdefault(prompt, {})[response] = None
-        packs = []
-        for prompt, said in by_prompt.items():
-            responses = list(said)
-            size = _responses_per_pack(len(prompt), max(map(len, responses)), len(responses), hidden_size)
-            packs += [_Pack(prompt, responses[at : at + size]) for at in range(0, len(responses), size)]
-        return packs
+        return [_Pack(prompt, list(responses)) for prompt, responses in by_prompt.items()]
 
 
-def _cost(width: int, hidden_size: int) -> float:
-    """Of a row, in a token's work outside of attention; a matrix product of attention is slower than those outside."""
-    return width * (1 + width / (2 * hidden_size))
-
-
-def _responses_per_pack(prompt: int, response: int, count: int, hidden_size: int) -> int:
-    """How many responses behind one prompt cost least: attention grows with the square of the row."""
-    sizes = {-(-count // packs) for packs in range(1, count + 1)}
-    return min(sizes, key=lambda size: -(-count // size) * _cost(prompt + size * response, hidden_size))
-
-
-def _packed(batch: TokenBatch, rows: _Rows, bins: list[list[_Pack]], dtype: torch.dtype) -> Layout:
-    device, shape = batch.input_ids.device, (len(bins), _width(bins))
-    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    # Which pack of its row a token belongs to (-1: padding), and which response of it (0: the prompt).
-    packs, segments = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long)
-    places: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int, int]] = {}
-    for index, row_packs in enumerate(bins):
-        at = 0
-        for number, pack in enumerate(row_packs):
-            length = len(pack.prompt)
-            packs[index, at : at + pack.width] = number
-            ids[index, at : at + pack.width] = torch.tensor(
-                [*pack.prompt, *(i for said in pack.responses for i in said)]
-            )
-            positions[index, at : at + length] = torch.arange(length)
-            start = at + length
-            for segment, response in enumerate(pack.responses, 1):
-                stop = start + len(response)
-                positions[index, start:stop] = torch.arange(length, length + len(response))
-                segments[index, start:stop] = segment
-                places[pack.prompt, response] = index, at, start
-                start = stop
-            at += pack.width
-    row = torch.zeros_like(batch.input_ids, device="cpu")
-    column = torch.zeros_like(row)
+def _packed(batch: TokenBatch, rows: _Rows, packs: list[_Pack]) -> Layout:
+    device = batch.input_ids.device
+    ids: list[int] = []
+    positions: list[int] = []
+    places: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
+    for pack in packs:
+        begin, length = len(ids), len(pack.prompt)
+        ids += pack.prompt
+        positions += range(length)
+        for response in pack.responses:
+            places[pack.prompt, response] = begin, len(ids)
+            ids += response
+            positions += range(length, length + len(response))
+    column = torch.zeros_like(batch.input_ids, device="cpu")
     for at, (prompt, response, first) in enumerate(zip(rows.prompts, rows.responses, rows.first_columns, strict=True)):
-        index, begin, start = places[prompt, response]
-        row[at] = index
+        begin, start = places[prompt, response]
         middle = first + len(prompt)
         column[at, first:middle] = torch.arange(begin, begin + len(prompt))
         column[at, middle : middle + len(response)] = torch.arange(start, start + len(response))
-    inputs = {"input_ids": ids, "attention_mask": _mask(packs, segments, dtype), "position_ids": positions}
-    return Layout({name: value.to(device) for name, value in inputs.items()}, row.to(device), column.to(device))
+    inputs = {
+        "input_ids": torch.tensor([ids], device=device),
+        "attention_mask": None,
+        "position_ids": torch.tensor([positions], device=device),
+    }
+    spans = [_Span.of(pack, device) for pack in packs if pack.width]
+    column = column.to(device)
+    return Layout(inputs, torch.zeros_like(column), column, spans)
 
 
-def _mask(packs: Tensor, segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to attention scores, shape ``(B, 1, T, T)``; padding sees itself, so that no row is empty."""
-    width = segments.shape[1]
-    causal = torch.ones(width, width, dtype=torch.bool).tril()
-    same_pack = (packs[:, None, :] == packs[:, :, None]) & (packs >= 0)[:, None, :]
-    own = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
-    allowed = (causal & same_pack & own) | torch.eye(width, dtype=torch.bool)
-    return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None]
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention within the packs of one row.
+
+    Args:
+        module: The attention layer.
+        query: Shape ``(1, H, T, D)``.
+        key: Shape ``(1, H_kv, T, D)``.
+        value: The same.
+        attention_mask: None.
+        scaling: Of the scores; None for ``1 / sqrt(D)``.
+        softcap: Soft limit of the scores, or None.
+        dropout: 0.
+        kwargs: What else the layer passes on.
+
+    Returns:
+        Shape ``(1, T, H, D)``, and None.
+    """
+    del module
+    check_options({**kwargs, "dropout": dropout or None}, masked=attention_mask is not None)
+    spans = _READ.get()
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sizes = [size for span in spans for size in span.sizes]
+    parts = zip(*(states.split(sizes, 2) for states in (query, key, value)), strict=True)
+    heard = []
+    for span in spans:
+        q, k, v = next(parts)
+        heard.append(_heard(q, k, v, None, scale, softcap))
+        prompt_keys, prompt_values = k[:, :, : span.prompt], v[:, :, : span.prompt]
+        for mask in span.masks:
+            q, k, v = next(parts)
+            k, v = torch.cat([prompt_keys, k], 2), torch.cat([prompt_values, v], 2)
+            heard.append(_heard(q, k, v, mask, scale, softcap))
+    return torch.cat([part.transpose(1, 2) for part in heard], 1), None
+
+
+def _heard(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Attention under a mask, or a causal one."""
+    groups = q.shape[1] // k.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups > 1
+        )
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return weights.to(v.dtype) @ v
+
+
+AttentionInterface.register(_ATTENTION, _attend)
 
 
 def _as_it_is(decoder: nn.Module, batch: TokenBatch) -> Layout:
@@ -190,19 +261,7 @@ def _as_it_is(decoder: nn.Module, batch: TokenBatch) -> Layout:
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     count, width = mask.shape
     row = torch.arange(count, device=mask.device)[:, None].expand(count, width)
-    return Layout(inputs, row, torch.arange(width, device=mask.device).expand(count, width))
-
-
-def may_exchange_attention(decoder: nn.Module, width: int) -> bool:
-    """True if nothing in its configuration speaks against a mask or an attention of ours for rows of this width."""
-    if not isinstance(decoder, PreTrainedModel) or not accepts(decoder, "position_ids"):
-        return False
-    config: Any = decoder.config.get_text_config()
-    window = getattr(config, "sliding_window", None) or width
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    if not kinds <= {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and window < width):
-        return False
-    return getattr(config, "_attn_implementation", "eager") in ("eager", "sdpa")
+    return Layout(inputs, row, torch.arange(width, device=mask.device).expand(count, width), [])
 
 
 @torch.no_grad()
@@ -212,30 +271,21 @@ def _packs_truly(decoder: nn.Module, device: torch.device) -> bool:
         rows = _Rows([(1, 2, 3), (1, 2, 3), (8, 9, 5)], [(4, 5), (6, 7), (6, 4)], [0, 0, 0])
         ids = torch.tensor([[*p, *r] for p, r in zip(rows.prompts, rows.responses, strict=True)])
         small = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(5).expand(3, 5) >= 3).to(device)
-        packs = [_Pack(rows.prompts[0], rows.responses[:2]), _Pack(rows.prompts[2], rows.responses[2:])]
-        packed = _packed(small, rows, [packs], _dtype(decoder))
+        packed, plain = _packed(small, rows, rows.packs()), _as_it_is(decoder, small)
         places = small.attention_mask.nonzero(as_tuple=True)
-        plain = _as_it_is(decoder, small)
-        limit = 0.05 if torch.finfo(_dtype(decoder)).bits == 16 else 1e-3
+        limit = 0.05 if torch.finfo(next(decoder.parameters()).dtype).bits == 16 else 1e-3
         with torch.autocast(device.type, enabled=False):
             expected = plain.pick(decoder(**plain.inputs, use_cache=False)[0], *places).float()
             try:
-                found = packed.pick(decoder(**packed.inputs, use_cache=False)[0], *places).float()
-                _PACKS[decoder] = bool((found - expected).abs().max() < limit * expected.abs().max())
-            except (RuntimeError, ValueError, TypeError, IndexError):
+                with packed.reading(decoder):
+                    found = packed.pick(decoder(**packed.inputs, use_cache=False)[0], *places).float()
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError):
                 _PACKS[decoder] = False
+            else:
+                _PACKS[decoder] = bool((found - expected).abs().max() < limit * expected.abs().max())
         if not _PACKS[decoder]:
             rank_zero_warn(
-                f"{type(decoder).__name__} does not take a 4-D attention mask: a prompt that responses share is "
+                f"{type(decoder).__name__} does not let its attention be exchanged: a prompt that responses share is "
                 "computed once for each of them"
             )
     return _PACKS[decoder]
-
-
-def _dtype(decoder: nn.Module) -> torch.dtype:
-    return next(decoder.parameters()).dtype
-
-
-def hidden_size(decoder: Any) -> int:
-    """Width of a decoder's states."""
-    return int(decoder.config.get_text_config().hidden_size)

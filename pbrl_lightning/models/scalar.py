@@ -30,7 +30,7 @@ from pbrl_lightning.agents.loading import (
     warn_once,
     write_directory,
 )
-from pbrl_lightning.agents.packing import hidden_size, lay_out
+from pbrl_lightning.agents.packing import lay_out
 from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_prompt, without_end, without_starts
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
@@ -175,7 +175,7 @@ class ScalarModel(nn.Module):
         else:
             self.classifier, weight, self._tokenizer = self._load_own()
         decoder = self._decoder
-        self.head = ScalarHead(hidden_size(decoder), head_dtype(self._like()), self._like().device)
+        self.head = ScalarHead(decoder.config.get_text_config().hidden_size, head_dtype(self._like()), self._like().device)
         if weight is not None:
             self.head.weight.data.copy_(weight)
             self.fitted = True
@@ -366,10 +366,11 @@ class ScalarModel(nn.Module):
         def contexts() -> ContextPair:
             return nullcontext(), self._active()
 
-        checkpointing = checkpointed_layers(decoder, contexts) if self.gradient_checkpointing else nullcontext()
         with self._active():
             layout = lay_out(decoder, rows)
-            with checkpointing:
+            recomputing = layout.recomputing(decoder, contexts)
+            checkpointing = checkpointed_layers(decoder, recomputing) if self.gradient_checkpointing else nullcontext()
+            with checkpointing, layout.reading(decoder):
                 states = decoder(**layout.inputs, use_cache=False)[0]
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
         return self.head(layout.pick(states, torch.arange(len(last), device=last.device), last))  # type: ignore[misc]

@@ -87,6 +87,19 @@ def test_rows_of_unequal_length_are_not_padded(packs):
     assert (positions[rows.attention_mask] == (rows.attention_mask.cumsum(1) - 1)[rows.attention_mask]).all()
 
 
+def test_what_all_responses_begin_with_is_read_once(packs):
+    model = tiny("llama", torch.float64)
+    responses = [[7, 7, 30, 31], [7, 7], [7, 7, 32], [7, 7, 30, 33, 34]]
+    rows = make_batch([LONG] * 4, responses, extra_padding=2)
+    plain, expected = scored(model, rows, packs, on=False)
+    packed, gradients = scored(model, rows, packs, on=True)
+    assert packed.layout.inputs["input_ids"].shape == (1, len(LONG) + 2 + 2 + 0 + 1 + 3)
+    assert_close(packed.token_logps, plain.token_logps, 1e-9)
+    assert_close(packed.states[rows.attention_mask], plain.states[rows.attention_mask], 1e-9)
+    for name, gradient in expected.items():
+        assert_close(gradients[name], gradient, 1e-9)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_padded_on_either_side_are_told_apart(packs, side):
     model = tiny("llama")

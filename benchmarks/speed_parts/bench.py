@@ -95,9 +95,10 @@ class Bench:
         return turns
 
     def repeat(self, turns: Turns, ours: Callable[[], object], warm_up: bool) -> Turns:
-        """Adds our calls; the peer warms up by itself, once per kind of work."""
+        """Adds our calls; to warm up, after one more on both sides."""
         if warm_up:
             ours()
+            turns.warm_up()
         for _ in range(self.repeats):
             turns.add(seconds_of(ours))
         return turns

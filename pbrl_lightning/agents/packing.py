@@ -1,16 +1,17 @@
 """Responses to the same prompt behind one copy of it: the prompt is computed once, and nothing is padded.
 
-A pack is a prompt and then the responses to it, each with the positions it would have alone; all packs stand in one
-row. An attention of our own lets a response see its prompt and itself only, so that every hidden state is the one of
-an unpacked row, up to rounding.
+A pack is a prompt and then the responses to it, each with the positions it would have alone; what all of them begin
+with stands once too. All packs stand in one row. An attention of our own lets a response see its prompt and itself
+only, so that every hidden state is the one of an unpacked row, up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -90,49 +91,54 @@ def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
 
 @dataclass
 class _Pack:
-    """A prompt and responses to it, one behind the other."""
+    """A prompt, what all responses to it begin with, and the rest of each, one behind the other."""
 
     prompt: tuple[int, ...]
-    responses: list[tuple[int, ...]]
+    beginning: tuple[int, ...]
+    rests: list[tuple[int, ...]]
+
+    @property
+    def shared(self) -> int:
+        return len(self.prompt) + len(self.beginning)
 
     @property
     def width(self) -> int:
-        return len(self.prompt) + sum(map(len, self.responses))
+        return self.shared + sum(map(len, self.rests))
 
 
 @dataclass(frozen=True)
 class _Span:
-    """A pack as its attention sees it: the prompt and the first response are one causal text, others come in groups.
+    """A pack as its attention sees it: what is shared and the first rest are one causal text, others come in groups.
 
     Attributes:
-        prompt: Its length.
-        sizes: Of the causal text and of each group of responses.
-        masks: For each group, which of the prompt's keys and its own it sees: shape ``(S, prompt + S)``, bool.
+        shared: Tokens that every response sees.
+        sizes: Of the causal text and of each group.
+        masks: For each group, which of the shared keys and its own it sees: shape ``(S, shared + S)``, bool.
     """
 
-    prompt: int
+    shared: int
     sizes: list[int]
     masks: list[Tensor]
 
     @classmethod
     def of(cls, pack: _Pack, device: torch.device) -> _Span:
-        prompt = len(pack.prompt)
-        first, *others = [len(response) for response in pack.responses if response] or [0]
-        # Scores between the responses of a group are computed for nothing, and each group reads the prompt again.
-        most = max(prompt, 128)
+        shared = pack.shared
+        first, *others = [len(rest) for rest in pack.rests if rest] or [0]
+        # Scores between the responses of a group are computed for nothing, and each group reads what is shared again.
+        most = max(shared, 128)
         groups: list[list[int]] = []
         for length in others:
             if not groups or sum(groups[-1]) + length > most:
                 groups.append([])
             groups[-1].append(length)
-        masks = [_group_mask(prompt, group).to(device) for group in groups]
-        return cls(prompt, [prompt + first, *map(sum, groups)], masks)
+        masks = [_group_mask(shared, group).to(device) for group in groups]
+        return cls(shared, [shared + first, *map(sum, groups)], masks)
 
 
-def _group_mask(prompt: int, lengths: list[int]) -> Tensor:
-    """Each response of a group sees the prompt and, causally, itself."""
+def _group_mask(shared: int, lengths: list[int]) -> Tensor:
+    """Each rest of a group sees what is shared and, causally, itself."""
     own = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()
-    return torch.cat([torch.ones(len(own), prompt, dtype=torch.bool), own], 1)
+    return torch.cat([torch.ones(len(own), shared, dtype=torch.bool), own], 1)
 
 
 @dataclass
@@ -155,32 +161,40 @@ class _Rows:
         return cls(prompts, responses, first)
 
     def packs(self) -> list[_Pack]:
-        """Equal responses to a prompt stand once."""
+        """Equal responses to a prompt stand once, and what all of them begin with belongs to the prompt."""
         by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
         for prompt, response in zip(self.prompts, self.responses, strict=True):
             by_prompt.setdefault(prompt, {})[response] = None
-        return [_Pack(prompt, list(responses)) for prompt, responses in by_prompt.items()]
+        packs = []
+        for prompt, responses in by_prompt.items():
+            shared = _common_beginning(responses)
+            packs.append(_Pack(prompt, shared, [response[len(shared) :] for response in responses]))
+        return packs
+
+
+def _common_beginning(sequences: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    first, last = min(sequences), max(sequences)  # what these two have in common, all between them have
+    return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
 
 
 def _packed(batch: TokenBatch, rows: _Rows, packs: list[_Pack]) -> Layout:
     device = batch.input_ids.device
     ids: list[int] = []
     positions: list[int] = []
-    places: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
+    # Where the tokens of each distinct row are: first those that its pack shares, then its own.
+    places: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
     for pack in packs:
-        begin, length = len(ids), len(pack.prompt)
-        ids += pack.prompt
-        positions += range(length)
-        for response in pack.responses:
-            places[pack.prompt, response] = begin, len(ids)
-            ids += response
-            positions += range(length, length + len(response))
+        shared = torch.arange(len(ids), len(ids) + pack.shared)
+        ids += pack.prompt + pack.beginning
+        positions += range(pack.shared)
+        for rest in pack.rests:
+            own = torch.arange(len(ids), len(ids) + len(rest))
+            places[pack.prompt, pack.beginning + rest] = torch.cat([shared, own])
+            ids += rest
+            positions += range(pack.shared, pack.shared + len(rest))
     column = torch.zeros_like(batch.input_ids, device="cpu")
     for at, (prompt, response, first) in enumerate(zip(rows.prompts, rows.responses, rows.first_columns, strict=True)):
-        begin, start = places[prompt, response]
-        middle = first + len(prompt)
-        column[at, first:middle] = torch.arange(begin, begin + len(prompt))
-        column[at, middle : middle + len(response)] = torch.arange(start, start + len(response))
+        column[at, first : first + len(prompt) + len(response)] = places[prompt, response]
     inputs = {
         "input_ids": torch.tensor([ids], device=device),
         "attention_mask": None,
@@ -228,10 +242,10 @@ def _attend(
     for span in spans:
         q, k, v = next(parts)
         heard.append(_heard(q, k, v, None, scale, softcap))
-        prompt_keys, prompt_values = k[:, :, : span.prompt], v[:, :, : span.prompt]
+        shared_keys, shared_values = k[:, :, : span.shared], v[:, :, : span.shared]
         for mask in span.masks:
             q, k, v = next(parts)
-            k, v = torch.cat([prompt_keys, k], 2), torch.cat([prompt_values, v], 2)
+            k, v = torch.cat([shared_keys, k], 2), torch.cat([shared_values, v], 2)
             heard.append(_heard(q, k, v, mask, scale, softcap))
     return torch.cat([part.transpose(1, 2) for part in heard], 1), None
 

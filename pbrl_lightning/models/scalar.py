@@ -175,7 +175,9 @@ class ScalarModel(nn.Module):
         else:
             self.classifier, weight, self._tokenizer = self._load_own()
         decoder = self._decoder
-        self.head = ScalarHead(decoder.config.get_text_config().hidden_size, head_dtype(self._like()), self._like().device)
+        self.head = ScalarHead(
+            decoder.config.get_text_config().hidden_size, head_dtype(self._like()), self._like().device
+        )
         if weight is not None:
             self.head.weight.data.copy_(weight)
             self.fitted = True

@@ -290,16 +290,24 @@ def _packs_truly(decoder: nn.Module, device: torch.device) -> bool:
         limit = 0.05 if torch.finfo(next(decoder.parameters()).dtype).bits == 16 else 1e-3
         with torch.autocast(device.type, enabled=False):
             expected = plain.pick(decoder(**plain.inputs, use_cache=False)[0], *places).float()
+            if not expected.isfinite().all():
+                return False  # of a model that diverged nothing can be said
+            problem = ""
             try:
                 with packed.reading(decoder):
                     found = packed.pick(decoder(**packed.inputs, use_cache=False)[0], *places).float()
-            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError):
-                _PACKS[decoder] = False
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+                problem = f"{type(error).__name__}: {error}"
             else:
-                _PACKS[decoder] = bool((found - expected).abs().max() < limit * expected.abs().max())
-        if not _PACKS[decoder]:
+                off, size = float((found - expected).abs().max()), float(expected.abs().max())
+                if not off < limit * size:
+                    problem = f"states of size {size:.3g} would be off by {off:.3g}"
+        _PACKS[decoder] = not problem
+        if problem:
             rank_zero_warn(
-                f"{type(decoder).__name__} does not let its attention be exchanged: a prompt that responses share is "
-                "computed once for each of them"
+                f"{type(decoder).__name__} does not let its attention be exchanged ({problem}): a prompt that "
+                "responses share is computed once for each of them"
             )
     return _PACKS[decoder]

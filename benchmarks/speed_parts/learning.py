@@ -89,7 +89,7 @@ def _kinds_of_batch(bench: Bench) -> Iterator[tuple[str, bool]]:
     """Prompt lengths, and whether each pair is of an item of its own: asked where the prompt is most of the work."""
     for length in bench.lengths:
         yield length, False
-        if length == "long":
+        if length == "long" and bench.beside:
             yield length, True
 
 

@@ -26,7 +26,7 @@ def scored_tokens(response_mask: Tensor, score_last_token: bool) -> Tensor:
 
     Args:
         response_mask: Shape ``(R, T)``, bool; the response is one run of True per row.
-        score_last_token: False leaves out each row's last response token (SPEC S10).
+        score_last_token: False leaves out each row's last response token.
 
     Returns:
         Shape ``(R, T)``, bool.

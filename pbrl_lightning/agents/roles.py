@@ -1,4 +1,4 @@
-"""One model that writes the responses of several roles as one text (SPEC S5, S13)."""
+"""One model that writes the responses of several roles as one text."""
 
 from __future__ import annotations
 

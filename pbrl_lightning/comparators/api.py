@@ -1,4 +1,4 @@
-"""The comparator behind a remote endpoint (SPEC S6)."""
+"""The comparator behind a remote endpoint."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from pbrl_lightning.schedule import RoundSchedule
 
 
 class MARLModule(TeamModule):
-    """Trains a team by policy gradients: every agent gets the shared reward of the joint response (SPEC S9).
+    """Trains a team by policy gradients: every agent gets the shared reward of the joint response.
 
     The policy loss is ``-mean over responses of A_i * log pi_i(response_i | h_i)`` for each agent, on-policy, over all
     response tokens at temperature 1. The reward is the data module's ``reward_func``, or ``reward_model``.

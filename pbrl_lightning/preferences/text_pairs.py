@@ -1,4 +1,4 @@
-"""Preference pairs from JSONL lines: records of SPEC S4 and the chosen/rejected formats of TRL."""
+"""Preference pairs from JSONL lines: our own records and the chosen/rejected formats of TRL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_pair_lines(path: str | Path, render: Render | None = None) -> list[tupl
 
     A line that is not blank is one of
 
-    - a record of SPEC S4. A line that has all six keys a record must have is always read as one;
+    - a record of our own. A line that has all six keys a record must have is always read as one;
     - ``{"prompt": str, "chosen": str, "rejected": str}``. Without ``prompt`` it is empty and both whole texts are
       the completions;
     - the same with lists of messages, ``{"role": str, "content": str}``. Without ``prompt`` it is the messages that

@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs
 # Two processes of tests; a file's tests stay together, for what they share.
-PARALLEL := -n 2 --dist loadfile
+PARALLEL := -n 2 --dist loadfile --durations=25
 
 .PHONY: help install quickstart test test-fast lint docs bench results soak clean
 
@@ -69,5 +69,5 @@ soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py rounds --count 200
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/jupyter_execute *.egg-info .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

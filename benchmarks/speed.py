@@ -87,7 +87,8 @@ def run(options: argparse.Namespace) -> Rows:
             # A peer per entry: it holds its last trainer, which the next entry has no use for.
             peer = peer_of() if peer_of is not None and name not in ("memory", "replay") else None
             try:
-                bench = Bench(work, options.repeats, tuple(options.precisions), peer, tuple(options.candidates))
+                chosen = (tuple(options.precisions), peer, tuple(options.candidates))
+                bench = Bench(work, options.repeats, *chosen, beside=not options.goals)
                 yield from entry(name, bench, peer_of)
             finally:
                 if peer is not None:
@@ -98,6 +99,12 @@ def main() -> None:
     """Prints the table and writes the JSON, row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ENTRIES, default=ENTRIES, metavar="NAME", help=", ".join(ENTRIES))
+    parser.add_argument(
+        "--goals",
+        action="store_true",
+        help="only rows that have a number to beat: --only sampling madpo reward policy --precisions fp32 "
+        "--candidates few, no LoRA, no items apart",
+    )
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16", "mixed"), default=("fp32", "bf16", "mixed"))
     parser.add_argument("--candidates", nargs="+", choices=("few", "many"), default=("few", "many"), help="per item")
     parser.add_argument("--lengths", nargs="+", choices=("short", "long"), default=("short", "long"), help="of prompts")
@@ -109,9 +116,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny and options.peer:
         parser.error("--tiny has no peer: its model has no token to spare for EOS")
+    if options.goals:
+        options.only, options.precisions, options.candidates = ENTRIES[:4], ("fp32",), ("few",)
     chosen = {
         name: getattr(options, name)
-        for name in ("only", "precisions", "candidates", "lengths", "peer", "repeats", "tiny")
+        for name in ("only", "goals", "precisions", "candidates", "lengths", "peer", "repeats", "tiny")
     }
     report: dict[str, Any] = {"machine": machine(options.threads), "options": chosen, "rows": []}
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from pbrl_lightning.callbacks.collection_progress import round_rows
 from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
-from pbrl_lightning.curves import CurveLogger
+from pbrl_lightning.curves import Curve, CurveLogger
 from pbrl_lightning.distributions import reward_distribution, without_values
 from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.preferences.collector import Collection
@@ -43,6 +43,11 @@ class RunReport(RoundCallback):
     def _begin(self) -> None:
         self._curves = CurveLogger()
         self._rounds: list[dict[str, Any]] = []  # the first and the last one
+
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """What was logged so far, by name."""
+        return self._curves.curves
 
     @property
     @override

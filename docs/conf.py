@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,18 @@ from sphinx.util.nodes import make_refnode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+# Copies, since links of pages are looked up by real paths and would lead out of here through a symlink.
+COPIES = ROOT / "docs" / "notebooks"
+shutil.rmtree(COPIES, ignore_errors=True)
+COPIES.mkdir()
+for notebook in sorted(ROOT.glob("notebooks/*.ipynb")):
+    shutil.copy2(notebook, COPIES)
+
 project = "pbrl-lightning"
 author = "pbrl-lightning authors"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build"]
+# The formulas' MathJax lies in the site: it is read without a network, too.
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx-mathjax-offline"]
+exclude_patterns = ["_build", "jupyter_execute"]  # the second is what myst-nb writes beside the first
 default_role = "code"  # single backticks of docstrings
 
 html_theme = "furo"
@@ -29,7 +38,12 @@ html_show_sphinx = False
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # the same anchors as on GitHub
-nb_execution_mode = "off"
+# The notebooks are stored without outputs; the pages show those of the build.
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_render_markdown_format = "myst"  # tables
 
 add_module_names = False
 autodoc_member_order = "bysource"
@@ -42,7 +56,8 @@ python_use_unqualified_type_names = True
 # Types of other libraries (their inventories would have to be fetched), choices of texts, and what stays inside.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|lightning|transformers|peft|collections|pathlib|typing|contextlib|numpy)\..*"),
-    ("py:.*", r"nn\.Module|Optimizer|LRScheduler|PreTrainedTokenizerBase|timedelta"),
+    ("py:.*", r"Tensor|nn\.Module|Optimizer|LRScheduler|PreTrainedTokenizerBase|timedelta"),
+    ("py:.*", r"pbrl_lightning\.curves\.Curve"),
     ("py:.*", "RLAlgorithm|CriticType|PairSelection|Guard"),
     ("py:.*", r"pbrl_lightning\.(preferences\.(collector\.Collector|journal\.\w+)|agents\.packing\.Layout)"),
 ]
@@ -58,6 +73,8 @@ def _from_the_root(link: re.Match[str]) -> str:
         return link[0]
     if (ROOT / path).is_dir():
         return text
+    if path.startswith("notebooks/"):
+        return link[0]
     return f"[{text}]({target.removeprefix('docs/') if path.startswith('docs/') else f'../{target}'})"
 
 
@@ -67,7 +84,7 @@ def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
         readme = ROOT / "README.md"
         app.env.note_dependency(str(readme))
         source[0] = _LINK.sub(_from_the_root, readme.read_text(encoding="utf-8"))
-    source[0] = source[0].replace("](../README.md", "](readme.md")
+    source[0] = source[0].replace("](../README.md", "](readme.md").replace("](../notebooks/", "](notebooks/")
     source[0] = re.sub(r"\]\((\.\./[^)#\s]+\.md)\)", r"](path:\1)", source[0])
 
 

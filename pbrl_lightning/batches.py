@@ -109,7 +109,7 @@ class PairTokens:
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """A winner and a loser joint response of the same task item (SPEC S4).
+    """A winner and a loser joint response of the same task item.
 
     Attributes:
         prompts: ``N`` prompt texts.

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from pbrl_lightning.batches import PreferencePair
 from pbrl_lightning.data import PreferenceDataModule
+from pbrl_lightning.data_options import validate_items
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.modules.madpo import MADPOModule
 from pbrl_lightning.rounds import log_to, notify
@@ -96,6 +97,7 @@ class CollectionStage(L.LightningDataModule):
         assert isinstance(module, TeamModule)
         data.trainer = trainer
         data.start_afresh()
+        validate_items(data, module)
         if data.comparator is not None:
             data.comparator.check(module.team)
         if data.oracle is not None:

@@ -14,8 +14,8 @@ from typing_extensions import override
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
 from pbrl_lightning.comparators.base import Comparator
-from pbrl_lightning.data_items import load_items, resolve_file
-from pbrl_lightning.data_options import validate_options, validate_run
+from pbrl_lightning.data_items import load_items, resolve_file, source_names
+from pbrl_lightning.data_options import validate_items, validate_options, validate_run
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.pair_source import PairSource, held_out_split
@@ -40,7 +40,8 @@ class PreferenceDataModule(L.LightningDataModule):
     run is iterative if a comparator is given.
 
     Args:
-        items: Task items: a list of dicts, a JSON or JSONL file, or a callable (also by import path).
+        items: Task items: a list of dicts, a file, a data set of the ``datasets`` library, or a callable (also by
+            import path); see :func:`pbrl_lightning.data_items.load_items`.
         reward_func: Scores joint responses: ``reward_func(*completions, prompts=…, batch_items=…)`` returns one number
             per joint response; ``completions`` are ``N`` lists of ``B`` texts. Also an import path, or async.
         reward_processor: Applied to each score (scale, shift, clip …) before it orders pairs.
@@ -121,6 +122,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.val_fraction = val_fraction
         self.preference_scoring_reward = preference_scoring_reward
         self.seed = seed
+        self.sources = source_names(items=items, eval_items=eval_items, pairs=pairs)
         validate_options(
             self,
             reward_func=reward_func,
@@ -148,7 +150,7 @@ class PreferenceDataModule(L.LightningDataModule):
         """The state of a run before its first round; a resumed run's is loaded over it."""
         self.pair_source = PairSource(self.replay, self._replay_dir)
         self._progress = RunProgress()
-        self._pairs: list[PreferencePair] = []
+        self.training_pairs: list[PreferencePair] = []
         self._tokens: list[PairTokens] | None = None
         self._held_out: tuple[list[PreferencePair], list[PairTokens]] | None = None
         self.rollout_metrics: dict[str, float] = {}
@@ -192,6 +194,7 @@ class PreferenceDataModule(L.LightningDataModule):
         if self.pair_paths is not None:
             read_pairs(self.pair_paths)  # errors before any model is loaded
         if isinstance(module, TeamModule):
+            validate_items(self, module)
             if self.evaluator is None:
                 rank_zero_warn("no `eval_items` are given, so this run is not evaluated (never on the training items)")
             # Evaluation is the JointEvaluation callback's; `teardown` lets this trainer validate again.
@@ -218,8 +221,8 @@ class PreferenceDataModule(L.LightningDataModule):
         if position is not None and position.phase == "policy":
             return self._rollout_loader(position)
         if self._tokens is None:  # resumed inside a round
-            self._pairs, self._tokens = self._module.encode_pairs(self._pairs)
-        pairs, tokens = (self._pairs, self._tokens) if position is not None else ([], [])
+            self.training_pairs, self._tokens = self._module.encode_pairs(self.training_pairs)
+        pairs, tokens = (self.training_pairs, self._tokens) if position is not None else ([], [])
         return self._pair_loader(pairs, tokens, position.epoch if position is not None else 0)
 
     @override
@@ -278,14 +281,14 @@ class PreferenceDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         return {
             "progress": asdict(self._progress),
-            "pairs": pairs_to_state(self._pairs),
+            "pairs": pairs_to_state(self.training_pairs),
             **self.pair_source.state_dict(),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._progress = RunProgress(**state_dict["progress"])
-        self._pairs, self._tokens = pairs_from_state(state_dict["pairs"]), None
+        self.training_pairs, self._tokens = pairs_from_state(state_dict["pairs"]), None
         self.pair_source.load_state_dict(state_dict)
 
     def evaluate(self, num_samples: int) -> EvaluationBatch | None:
@@ -345,9 +348,9 @@ class PreferenceDataModule(L.LightningDataModule):
                     )
                     rank_zero_warn(f"{nothing} (all ties?); the run ends without an update")
                 return None
-            self._pairs, self._tokens = self._begin_round(position.round)
+            self.training_pairs, self._tokens = self._begin_round(position.round)
             progress.round = position.round  # not before: a run that stops in a collection has not begun the round
-            if self._pairs or not self._module.collects_pairs:
+            if self.training_pairs or not self._module.collects_pairs:
                 self._module.begin_round(position.round)
                 progress.fitted |= self._module.collects_pairs
                 notify(self._trainer, "on_round_prepared", position.round)

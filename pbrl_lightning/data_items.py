@@ -1,13 +1,15 @@
-"""Task items from lists, files and callables."""
+"""Task items from lists, files, data sets and callables."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from pbrl_lightning.batches import TaskItem
+from pbrl_lightning.dataset_items import BUILDERS, PREFIX, checked_object, file_rows, named_rows
 from pbrl_lightning.importing import import_object, package_file
 
 Items = str | Iterable[TaskItem] | Callable[[], Iterable[TaskItem]]
@@ -17,24 +19,29 @@ def load_items(given: Any, name: str) -> list[TaskItem]:
     """Task items as a list of dicts.
 
     Args:
-        given: A list of dicts, a path to a JSON file (a list) or a JSONL file, a callable that returns items, or the
-            import path of one.
+        given: A list of dicts, a path to a JSON file (a list) or a JSONL file (also gzipped), a callable that returns
+            items, or the import path of one. With the optional ``datasets`` library also a ``Dataset``, the path of a
+            Parquet or CSV file, or ``datasets:NAME`` (:func:`pbrl_lightning.dataset_items.named_rows`).
         name: What to call them in errors.
 
     Raises:
         FileNotFoundError: If a file does not exist.
+        ImportError: If ``datasets`` is needed and not installed.
         ValueError: If there are no items, or one is not a dict; names the index or the line.
     """
     where = f"`{name}`"
     if isinstance(given, (str, Path)):
-        path = Path(given)
-        if path.suffix in (".json", ".jsonl"):
-            where = f"`{name}` ({path})"
-            given = _read(path)
+        if is_file_of_items(given):
+            where = f"`{name}` ({given})"
+            given = _read(Path(given))
+        elif str(given).startswith(PREFIX):
+            where = f"`{name}` ({given})"
+            given = named_rows(str(given))
         else:
             given = import_object(str(given))
     if callable(given):
         given = given()
+    checked_object(given, where)
     if isinstance(given, (str, bytes, dict)) or not isinstance(given, Iterable):
         raise ValueError(f"{where} must be a list of dicts, got {type(given).__name__}")
     items = list(given)
@@ -48,15 +55,47 @@ def load_items(given: Any, name: str) -> list[TaskItem]:
     return items
 
 
+def source_names(**given: Any) -> dict[str, str]:
+    """What to call each of what items and pairs were given as, in Markdown; no path of this machine, and no item.
+
+    Example:
+        >>> source_names(items="/home/me/rain.jsonl", eval_items=[{"prompt": "rain"}], pairs=None)
+        {'items': 'the file `rain.jsonl`', 'eval_items': 'given in Python'}
+    """
+    return {name: _source_name(value) for name, value in given.items() if value is not None}
+
+
+def _source_name(given: Any) -> str:
+    if isinstance(given, list) and all(isinstance(entry, str) for entry in given):  # files of pairs
+        return "; ".join(_source_name(entry) for entry in given)
+    if callable(given) and hasattr(given, "__qualname__"):
+        return f"given in Python by `{given.__module__}:{given.__qualname__}`"
+    if not isinstance(given, (str, Path)):
+        return "given in Python" if isinstance(given, list) else f"given in Python as a `{type(given).__name__}`"
+    name = str(given)
+    if name.startswith(PREFIX) and Path(local := name.removeprefix(PREFIX).partition(":")[0]).expanduser().is_dir():
+        return f"the directory `{Path(local).name}`, by the `datasets` library"
+    is_path = not name.startswith((PREFIX, "package:")) and (is_file_of_items(name) or "/" in name)
+    return f"the file `{Path(name).name}`" if is_path else f"`{name}`"
+
+
+def is_file_of_items(name: str | Path) -> bool:
+    """True if a name ends as files of task items do, whether or not there is such a file."""
+    return str(name).endswith((".json", ".jsonl", ".jsonl.gz", *BUILDERS)) and not str(name).startswith(PREFIX)
+
+
 def resolve_file(path: str | Path) -> str | Path:
     """A path as it is, or the file that ``package:NAME/FILE`` stands for."""
     return package_file(path) if isinstance(path, str) and path.startswith("package:") else path
 
 
 def _read(path: Path) -> Any:
+    if path.suffix in BUILDERS:
+        return file_rows(path)
     if not path.exists():
         raise FileNotFoundError(f"the file of task items {str(path)!r} does not exist")
-    text = path.read_text(encoding="utf-8")
+    packed = path.suffix == ".gz"
+    text = (gzip.decompress(path.read_bytes()) if packed else path.read_bytes()).decode("utf-8")
     if path.suffix == ".json":
         try:
             return json.loads(text)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pbrl_lightning.agents.prompts import check_conversations
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.selection import validate_selection
 
 if TYPE_CHECKING:
     from pbrl_lightning.data import PreferenceDataModule
-    from pbrl_lightning.modules.base import LearnerModule
+    from pbrl_lightning.modules.base import LearnerModule, TeamModule
 
 
 def validate_options(
@@ -117,3 +118,11 @@ def validate_run(data: PreferenceDataModule, module: LearnerModule) -> None:
     problems = [message for wrong, message in checks if wrong]
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def validate_items(data: PreferenceDataModule, module: TeamModule) -> None:
+    """Raises a ValueError if a task item is a conversation that the team's templates cannot read."""
+    formatters = module.team.formatters if module.team.roles is None else module.team.roles.formatters
+    check_conversations(formatters, data.items, "items")
+    if data.evaluator is not None:
+        check_conversations(formatters, data.evaluator.items, "eval_items")

@@ -59,7 +59,7 @@ def binned(values: Sequence[float], edges: Sequence[float]) -> dict[str, Any]:
 def reward_distribution(
     round_number: int, rewards: RawRewards, reward_range: tuple[float, float] | None
 ) -> dict[str, Any]:
-    """What ``reward_distributions/iteration_0001.json`` holds of a round (SPEC S14).
+    """What ``reward_distributions/iteration_0001.json`` holds of a round.
 
     Args:
         round_number: 1-based.

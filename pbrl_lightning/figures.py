@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from pbrl_lightning.report import Panel
+
 P = ParamSpec("P")
 
 CURRENT: Final = "#1f6fb4"
@@ -54,10 +56,13 @@ def _style(**more: str) -> AbstractContextManager[None]:
     return rc_context(settings)
 
 
-def _figure(width: float = 5.0, height: float = 3.0) -> Figure:
+def _figure(width: float, height: float, left: float, bottom: float, right: float, top: float) -> Figure:
+    """Edges of the axes are shares of the figure: a layout that is sought takes two to three times as long to draw."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=110)
+    figure.subplots_adjust(left, bottom, right, top)
+    return figure
 
 
 @_styled
@@ -67,7 +72,8 @@ def reward_figure(distribution: Mapping[str, Any]) -> Figure:
     Args:
         distribution: Of :func:`pbrl_lightning.distributions.reward_distribution`; the values themselves are not needed.
     """
-    figure = _figure(5.4, 4.6)
+    figure = _figure(6.6, 4.6, 0.1, 0.1, 0.98, 0.88)
+    figure.subplots_adjust(hspace=0.42)
     edges = np.asarray(distribution["bin_edges"])
     panels = figure.subplots(2, 1, sharex=True)
     for axes, (group, name) in zip(
@@ -112,7 +118,7 @@ def histogram_figure(values: Sequence[float], title: str, label: str, marked: fl
         label: What the numbers are, with their unit.
         marked: A value to mark, such as 0 for margins.
     """
-    figure = _figure()
+    figure = _figure(5.0, 3.0, 0.12, 0.16, 0.97, 0.83)
     axes = figure.subplots()
     array = np.asarray(values, dtype=np.float64)
     axes.hist(array, bins=min(40, max(8, len(array) // 8)), color=CURRENT, alpha=0.85)
@@ -135,7 +141,7 @@ def calibration_figure(margins: Sequence[float], title: str) -> Figure:
         title: Above the figure.
     """
     found = reliability(margins)
-    figure = _figure(4.4, 3.8)
+    figure = _figure(4.4, 3.8, 0.11, 0.21, 0.95, 0.87)
     axes = figure.subplots()
     width = found.edges[1] - found.edges[0]
     share = np.asarray(found.counts) / sum(found.counts)
@@ -151,7 +157,7 @@ def calibration_figure(margins: Sequence[float], title: str) -> Figure:
     )
     axes.set(xlim=(0.5, 1), ylim=(-0.03, 1.03), xlabel="confidence  σ(|R(winner) − R(loser)|)")
     axes.set_title(f"{title} (n = {sum(found.counts)})\ncalibration error by confidence {found.error:.3f}")
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="lower center", ncols=3, columnspacing=1.2, borderaxespad=0.1)
     return figure
 
 
@@ -164,10 +170,37 @@ def curve_figure(title: str, curves: Mapping[str, Curve], label: str = "") -> Fi
         curves: By what the legend calls them.
         label: Unit of the values.
     """
+    lines = -(-len(curves) // 4) if len(curves) > 1 else 0  # of the legend
+    figure = _figure(4.4, 2.7, 0.18, 0.18 + 0.07 * lines, 0.97, 0.9)
+    _draw_curves(figure.subplots(), title, curves, label)
+    if lines:
+        figure.legend(loc="lower center", ncols=min(4, len(curves)), borderaxespad=0.1)
+    return figure
+
+
+@_styled
+def curves_figure(panels: Sequence[tuple[Panel, Mapping[str, Curve]]]) -> Figure:
+    """Several panels of curves in one figure, in up to three columns.
+
+    Args:
+        panels: At least one, each with its curves by what the legend calls them.
+    """
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    edges = (0.16 / columns, 0.18 / rows, 1 - 0.04 / columns, 1 - 0.11 / rows)
+    figure = _figure(4.0 * columns, 2.6 * rows, *edges)
+    figure.subplots_adjust(wspace=0.24, hspace=0.45)
+    for place, (panel, curves) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        _draw_curves(axes, panel.title, curves, panel.unit)
+        if len(curves) > 1:
+            axes.legend()
+    return figure
+
+
+def _draw_curves(axes: Axes, title: str, curves: Mapping[str, Curve], label: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    figure = _figure(4.4, 2.7)
-    axes = figure.subplots()
     for place, (name, curve) in enumerate(curves.items()):
         few = len(curve) <= 40
         colour = _COLOURS[place % len(_COLOURS)]
@@ -179,9 +212,6 @@ def curve_figure(title: str, curves: Mapping[str, Curve], label: str = "") -> Fi
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
-    if len(curves) > 1:
-        figure.legend(loc="outside lower center", ncols=min(4, len(curves)))
-    return figure
 
 
 def pixels(figure: Figure) -> np.ndarray:

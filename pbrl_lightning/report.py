@@ -27,11 +27,13 @@ class Panel:
         title: Above them.
         names: What is logged, and what the legend calls it.
         unit: Of the values.
+        learning: False if it says how the run went, and nothing of what was learned.
     """
 
     title: str
     names: dict[str, str]
     unit: str = ""
+    learning: bool = True
 
 
 _SIDES: Final = {"collect/reward_mean": "current agents", "collect/comparator_reward_mean": "comparator"}
@@ -56,6 +58,7 @@ PANELS: Final = (
     Panel(
         "Pairs of a round",
         {"iter/current_preference_pairs": "collected", "iter/train_preference_pairs": "trained on"},
+        learning=False,
     ),
     Panel(
         "Tokens per second",
@@ -64,8 +67,9 @@ PANELS: Final = (
             "rollout/tokens_per_second": "rollouts",
             "train/tokens_per_second": "training",
         },
+        learning=False,
     ),
-    Panel("Time of a round", {f"time/{name}": name for name in _ACTIVITIES}, "seconds"),
+    Panel("Time of a round", {f"time/{name}": name for name in _ACTIVITIES}, "seconds", learning=False),
 )
 _NOT_DRAWN: Final = {
     "epoch",
@@ -137,15 +141,28 @@ def _number(value: float | None) -> str:
     return "no score" if value is None else f"{value:.3f}"
 
 
-def _curves(curves: Mapping[str, Curve]) -> str:
+def learning_panels(curves: Mapping[str, Curve]) -> list[tuple[Panel, dict[str, Curve]]]:
+    """What shows how well was learned, and its curves by what the legend calls them."""
+    return [(panel, found) for panel, found in _filled(curves) if panel.learning]
+
+
+def _filled(curves: Mapping[str, Curve]) -> list[tuple[Panel, dict[str, Curve]]]:
+    """The panels that have something to draw."""
     known = {name for panel in PANELS for name in panel.names} | _NOT_DRAWN
     own = sorted(name for name in curves if name.startswith("eval/") and name not in known)
-    panels = [*PANELS, *(Panel(_clean(name), {name: _clean(name)}) for name in own)]
-    drawn = []
-    for panel in panels:
+    filled = []
+    for panel in [*PANELS, *(Panel(_clean(name), {name: _clean(name)}) for name in own)]:
         found = {label: curves[name] for name, label in panel.names.items() if name in curves and len(curves[name])}
         if found:
-            drawn.append(_figure(svg(curve_figure(panel.title, found, panel.unit), panel.title), panel.title))
+            filled.append((panel, found))
+    return filled
+
+
+def _curves(curves: Mapping[str, Curve]) -> str:
+    drawn = [
+        _figure(svg(curve_figure(panel.title, found, panel.unit), panel.title), panel.title)
+        for panel, found in _filled(curves)
+    ]
     return f'<div class="figures">{"".join(drawn)}</div>' if drawn else ""
 
 

@@ -48,5 +48,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long; left out by `make test-fast`")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Counting lines makes a test half as slow again; what slow tests alone would run, fast ones should.
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker("no_cover")
+
+
 def pytest_unconfigure() -> None:
     CACHE.cleanup()
+
+
+@pytest.fixture
+def two_threads():
+    """Torch with two threads, whatever the suite runs with."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

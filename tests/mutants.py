@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,24 +56,52 @@ MUTANTS = [
         "tests/test_madpo.py",
     ),
     Mutant(
+        "agents at once: a thread without mixed precision",
+        "agents/at_once.py",
+        'torch.autocast("cpu", dtype=dtype, enabled=mixed)',
+        'torch.autocast("cpu", dtype=dtype, enabled=False)',
+        "tests/test_at_once.py",
+    ),
+    Mutant(
+        "agents at once: the last agent's gradients for all",
+        "agents/at_once.py",
+        "torch.autograd.grad(outputs, self.trained[agent], gradients, allow_unused=True)",
+        "torch.autograd.grad(outputs, self.trained[-1], gradients, allow_unused=True)",
+        "tests/test_at_once.py",
+    ),
+    Mutant(
         "packed responses see each other",
         "agents/packing.py",
-        "own = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])",
-        "own = segments[:, None, :] <= segments[:, :, None]",
+        "own = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()",
+        "own = torch.ones(sum(lengths), sum(lengths)).tril().bool()",
         "tests/test_packing.py",
     ),
     Mutant(
         "positions of packed responses not restarted",
         "agents/packing.py",
-        "torch.arange(length, length + len(response))",
-        "torch.arange(start, start + len(response))",
+        "range(pack.shared, pack.shared + len(rest))",
+        "range(len(ids) - len(rest), len(ids))",
         "tests/test_packing.py",
     ),
     Mutant(
-        "packs in one row see each other",
+        "a group of packed responses sees the first of them",
         "agents/packing.py",
-        "(packs[:, None, :] == packs[:, :, None]) & (packs >= 0)[:, None, :]",
-        "(packs[:, None, :] >= 0) & (packs >= 0)[:, None, :]",
+        "k[:, :, : span.shared], v[:, :, : span.shared]",
+        "k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]",
+        "tests/test_packing.py",
+    ),
+    Mutant(
+        "what responses begin with stands once although they differ",
+        "agents/packing.py",
+        "first, last = min(sequences), max(sequences)",
+        "first, last = min(sequences), min(sequences)",
+        "tests/test_packing.py",
+    ),
+    Mutant(
+        "recomputed layers of packed rows without their attention",
+        "agents/packing.py",
+        "return first, _both(second, self.reading(decoder))",
+        "return first, second",
         "tests/test_packing.py",
     ),
     Mutant(
@@ -255,6 +287,34 @@ MUTANTS = [
         "tests/test_report.py",
     ),
     Mutant(
+        "a model card names a local model by its path",
+        "cards/names.py",
+        "the local directory {code(path.resolve().name)}",
+        "the local directory {code(str(path))}",
+        "tests/test_model_cards.py",
+    ),
+    Mutant(
+        "a card that fails ends the run",
+        "callbacks/agent_export.py",
+        "except Exception as error:",
+        "except OSError as error:",
+        "tests/test_model_cards.py",
+    ),
+    Mutant(
+        "a conversation loses its history",
+        "agents/prompts.py",
+        "messages = [*before, {**last,",
+        "messages = [{**last,",
+        "tests/test_conversations.py",
+    ),
+    Mutant(
+        "a data set's own split is not asked for",
+        "dataset_items.py",
+        "split=part or split)",
+        "split=split)",
+        "tests/test_levels.py",
+    ),
+    Mutant(
         "a reward model is right where the loser scores more",
         "distributions.py",
         "(array > 0).astype",
@@ -272,7 +332,7 @@ MUTANTS = [
 
 
 def survives(mutant: Mutant) -> str | None:
-    """None if a test fails because of the fault, else what went wrong."""
+    """None if a test fails because of the fault, else what went wrong. For a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)
         for name in ("pbrl_lightning", "callbacks", "tests", "configs"):
@@ -284,19 +344,46 @@ def survives(mutant: Mutant) -> str | None:
         if text.count(mutant.old) != 1:
             return f"the code to change stands {text.count(mutant.old)} times in {mutant.file}, not once"
         source.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", mutant.tests]
-        environment = {**os.environ, "PYTHONPATH": directory, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=300)
+        os.chdir(copy)
+        os.environ["PYTHONPATH"] = directory
+        sys.path.insert(0, directory)
+        output = copy / "output.txt"
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        signal.alarm(300)  # ends the process, and with it the wait for it
+        code = pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", mutant.tests])
+        signal.alarm(0)
+        sys.stdout.flush()
         # 1: tests ran and some failed. Anything else (collection errors, nothing run) shows nothing.
-        if done.returncode == 1 and " failed" in done.stdout:
+        said = output.read_text(encoding="utf-8", errors="replace")
+        if code == pytest.ExitCode.TESTS_FAILED and " failed" in said:
             return None
-        return f"pytest exit code {done.returncode}: {done.stdout[-400:]}"
+        return f"pytest exit code {code}: {said[-400:]}"
+
+
+def tried(mutant: Mutant) -> str | None:
+    """:func:`survives` in a fork, which has imported already what takes the longest, and nothing of ours."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(survives(mutant)))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        process.join()
+        return f"the tests ended with {process.exitcode}"
 
 
 def main() -> int:
     """Tries all mutants, two at a time."""
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    for name in ("torch", "transformers", "peft", "lightning.pytorch.cli", "torchmetrics", "tensorboard"):
+        importlib.import_module(name)
+    assert "pbrl_lightning" not in sys.modules
     with ThreadPoolExecutor(max_workers=2) as pool:
-        results = list(pool.map(survives, MUTANTS))
+        results = list(pool.map(tried, MUTANTS))
     for mutant, problem in zip(MUTANTS, results, strict=True):
         print(
             f"{'caught' if problem is None else 'SURVIVED'}  {mutant.fault}{'' if problem is None else ': ' + problem}"

@@ -45,8 +45,10 @@ def test_speed_with_the_tiny_team(tmp_path):
     both = [f"{length} {precision}" for precision in ("fp32", "bf16", "mixed") for length in ("short", "long")]
     lora = ["short fp32 LoRA", "long fp32 LoRA"]
     timed = [f"sampling {kind} K={count}" for kind in both + lora for count in (4, 6)]
-    timed += [f"MADPO update {kind}" for kind in both + lora]
-    timed += [f"{what} {kind}" for what in ("reward model update", "policy step", "iterative round") for kind in both]
+    for update, kinds in (("MADPO update", both + lora), ("reward model update", both)):
+        for kind in kinds:
+            timed += [f"{update} {kind}", f"{update} {kind}, items apart"][: 1 + kind.startswith("long")]
+    timed += [f"{what} {kind}" for what in ("policy step", "iterative round") for kind in both]
     kept = [f"memory {kind} N={count}" for kind in ("full", "LoRA") for count in (1, 2)]
     kept += [f"peak memory MADPO {length} fp32" for length in ("short", "long")]
     replays = [f"replay {how}, {rounds} rounds" for rounds in (1, 3) for how in ("all history", "lambda decay")]
@@ -64,6 +66,22 @@ def test_speed_with_the_tiny_team(tmp_path):
     by_name = {row["name"]: row for row in rows}
     assert by_name["memory full N=2"]["extra"]["times_one_model"] == pytest.approx(8, rel=1e-3)
     assert by_name["memory LoRA N=2"]["extra"]["times_one_model"] < 2
+
+
+@pytest.mark.slow
+def test_speed_of_what_has_a_number_to_beat(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks/speed.py"), "--tiny", "--repeats", "1", "--threads", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command += ["--goals", "--lengths", "short", "--out", "speed.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["name"] for row in rows] == [
+        "sampling short fp32 K=4",
+        "MADPO update short fp32",
+        "reward model update short fp32",
+        "policy step short fp32",
+    ]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Critics against literal loops: what they read, what they are taught, and whom their loss reaches (SPEC S9)."""
+"""Critics against literal loops: what they read, what they are taught, and whom their loss reaches."""
 
 import math
 

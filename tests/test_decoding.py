@@ -299,15 +299,6 @@ def test_the_rows_of_a_batch_are_bounded_in_the_vocabulary(monkeypatch):
     assert sampling.sample_responses(model, PROMPTS[:2], uniforms, config, set()) == few
 
 
-@pytest.fixture
-def two_threads():
-    """Torch with two threads, whatever the suite runs with."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def spied(monkeypatch):
     """The threads that sample, and how many torch threads each has."""
     seen, original = [], answering.sample_responses

@@ -1,4 +1,4 @@
-"""The journal of a collection: whenever a run dies, nothing that was paid for is asked for again (SPEC S11)."""
+"""The journal of a collection: whenever a run dies, nothing that was paid for is asked for again."""
 
 import asyncio
 import functools

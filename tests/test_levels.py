@@ -142,8 +142,8 @@ def test_rows_from_files(tmp_path):
         assert summaries.load_items(str(tmp_path / name), limit=2) == [{"prompt": "post 0"}, {"prompt": "post 1"}]
     with pytest.raises(ValueError, match=r"row 0 must have text in 'abstract_text', got None; it has \['completion'"):
         expansion.load_items(str(tmp_path / "a.jsonl"))
-    with pytest.raises(ValueError, match=r"`source` must be a \.json"):
-        load_rows("a.csv")
+    with pytest.raises(ValueError, match=r"`source` must be a file of JSON, JSONL"):
+        load_rows("a.txt")
     with pytest.raises(ValueError, match="`limit` must be None or at least 1, got 0"):
         load_rows("a.json", limit=0)
     with pytest.raises(FileNotFoundError):
@@ -160,9 +160,11 @@ def test_rows_from_the_datasets_library_if_it_is_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert expansion.load_items("datasets:OpenMLRL/arXiv_abstract", "val", limit=1) == [{"abstract_text": "abstract 0"}]
     assert load_rows("datasets:google-research-datasets/mbpp:sanitized", "test", 1)[0]["id"] == 0
+    assert load_rows("datasets:trl-lib/tldr::val[:9]", "test", 1)[0]["id"] == 0
     assert asked == [
         ("OpenMLRL/arXiv_abstract", None, "val"),
         ("google-research-datasets/mbpp", "sanitized", "test"),
+        ("trl-lib/tldr", None, "val[:9]"),
     ]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'pbrl-lightning\[datasets\]'"):

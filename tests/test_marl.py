@@ -1,4 +1,4 @@
-"""MARL's training step against literal loops over agents, responses and tokens (SPEC S9), and its errors."""
+"""MARL's training step against literal loops over agents, responses and tokens, and its errors."""
 
 import copy
 import functools

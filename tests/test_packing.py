@@ -55,8 +55,8 @@ def test_packed_rows_are_plain_rows(packs, architecture, dtype, kind):
     rows = kind(extra_padding=3)
     plain, expected = scored(model, rows, packs, on=False)
     packed, gradients = scored(model, rows, packs, on=True)
-    assert packed.layout.inputs["attention_mask"].dim() == 4
-    assert plain.layout.inputs["attention_mask"].dim() == 2
+    assert packed.layout.spans
+    assert not plain.layout.spans
     # The softmax of Gemma2's attention is float32 in any case.
     tolerance = 1e-9 if dtype == torch.float64 and architecture != "gemma2" else 1e-5
     assert_close(packed.token_logps, plain.token_logps, tolerance)
@@ -66,29 +66,38 @@ def test_packed_rows_are_plain_rows(packs, architecture, dtype, kind):
         assert_close(gradients[name] / scale, gradient / scale, tolerance)
 
 
-def test_what_is_shared_is_read_once(packs):
-    model = tiny("llama")
+def test_what_is_shared_is_read_once_and_nothing_is_padded(packs):
     packs(True)
-    layout = lay_out(model.base_model, batch())
-    mask = layout.inputs["attention_mask"]
-    assert layout.inputs["input_ids"].shape == (2, len(LONG) + 3 + 1 + 2)  # the equal response stands once
-    assert (mask.diagonal(dim1=2, dim2=3) == 0).all()
+    layout = lay_out(tiny("llama").base_model, batch())
+    # The equal response stands once.
+    assert layout.inputs["input_ids"].shape == (1, len(LONG) + 3 + 1 + 2 + 3 + 2)
     picked = layout.inputs["input_ids"][layout.row, layout.column]
     assert torch.equal(picked[batch().attention_mask], batch().input_ids[batch().attention_mask])
 
 
-def test_short_packs_stand_where_padding_would(packs):
+def test_rows_of_unequal_length_are_not_padded(packs):
     packs(True)
-    layout = lay_out(tiny("llama").base_model, varied())
-    assert layout.inputs["input_ids"].shape == (2, len(LONG) + 4)
-    assert layout.row.tolist()[0] == [layout.row[0, 0].item()] * (len(LONG) + 4)
-    assert {int(row[0]) for row in layout.row[1:]} == {1 - int(layout.row[0, 0])}
     rows = varied()
+    layout = lay_out(tiny("llama").base_model, rows)
+    assert layout.inputs["input_ids"].shape == (1, rows.attention_mask.sum())
     picked = layout.inputs["input_ids"][layout.row, layout.column]
     assert torch.equal(picked[rows.attention_mask], rows.input_ids[rows.attention_mask])
-    # Each begins at position 0 and sees no other pack.
+    # Each begins at position 0.
     positions = layout.inputs["position_ids"][layout.row, layout.column]
     assert (positions[rows.attention_mask] == (rows.attention_mask.cumsum(1) - 1)[rows.attention_mask]).all()
+
+
+def test_what_all_responses_begin_with_is_read_once(packs):
+    model = tiny("llama", torch.float64)
+    responses = [[7, 7, 30, 31], [7, 7], [7, 7, 32], [7, 7, 30, 33, 34]]
+    rows = make_batch([LONG] * 4, responses, extra_padding=2)
+    plain, expected = scored(model, rows, packs, on=False)
+    packed, gradients = scored(model, rows, packs, on=True)
+    assert packed.layout.inputs["input_ids"].shape == (1, len(LONG) + 2 + 2 + 0 + 1 + 3)
+    assert_close(packed.token_logps, plain.token_logps, 1e-9)
+    assert_close(packed.states[rows.attention_mask], plain.states[rows.attention_mask], 1e-9)
+    for name, gradient in expected.items():
+        assert_close(gradients[name], gradient, 1e-9)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -104,7 +113,7 @@ def test_rows_padded_on_either_side_are_told_apart(packs, side):
         ]
         rows = type(rows)(*rolled)
     layout = lay_out(model.base_model, rows)
-    assert layout.inputs["attention_mask"].dim() == 4
+    assert layout.spans
     picked = layout.inputs["input_ids"][layout.row, layout.column]
     assert torch.equal(picked[rows.attention_mask], rows.input_ids[rows.attention_mask])
 
@@ -112,39 +121,57 @@ def test_rows_padded_on_either_side_are_told_apart(packs, side):
 def test_rows_without_a_common_prompt_stay_as_they_are(packs):
     packs(True)
     rows = make_batch([[1, 2, 3], [4, 5, 6]], [[7], [8]])
-    assert lay_out(tiny("llama").base_model, rows).inputs["attention_mask"].dim() == 2
+    assert not lay_out(tiny("llama").base_model, rows).spans
 
 
-def test_many_long_responses_do_not_all_stand_in_one_row(packs):
+def test_many_long_responses_are_read_in_groups(packs):
+    """Otherwise the scores of responses to one another, computed for nothing, would grow with their number squared."""
     packs(True)
     rows = make_batch([LONG * 8] * 64, [[index + 20] * 40 for index in range(64)])
     layout = lay_out(tiny("llama").base_model, rows)
-    count, width = layout.inputs["input_ids"].shape
-    assert count > 4
-    assert count * width < rows.input_ids.numel()
+    assert layout.inputs["input_ids"].shape == (1, len(LONG) * 8 + 64 * 40)
+    (span,) = layout.spans
+    assert span.sizes == [len(LONG) * 8 + 40, *[160] * 15, 120]
+    assert [mask.shape for mask in span.masks] == [(size, len(LONG) * 8 + size) for size in span.sizes[1:]]
+
+
+def test_groups_of_responses_are_plain_rows(packs):
+    model = tiny("llama", torch.float64)
+    rows = make_batch([LONG] * 9, [[index + 20] * (10 + 5 * index) for index in range(9)])
+    plain, expected = scored(model, rows, packs, on=False)
+    packed, gradients = scored(model, rows, packs, on=True)
+    assert len(packed.layout.spans[0].masks) > 1
+    assert_close(packed.token_logps, plain.token_logps, 1e-9)
+    for name, gradient in expected.items():
+        assert_close(gradients[name], gradient, 1e-9)
 
 
 def test_a_window_shorter_than_the_rows_is_not_packed(packs):
     packs(True)
     rows = batch()
     model = tiny("gemma2", torch.float32, sliding_window=8)
-    assert lay_out(model.base_model, rows).inputs["attention_mask"].dim() == 2
+    assert not lay_out(model.base_model, rows).spans
 
 
-def test_a_model_that_ignores_the_mask_is_found_out_and_named(packs, monkeypatch):
+def test_a_model_with_an_attention_of_its_own_is_found_out_and_named(packs, monkeypatch):
     packs(True)
     decoder = tiny("llama").base_model
     forward = decoder.forward
 
-    def deaf(input_ids, attention_mask=None, position_ids=None, **options):
-        mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-        return forward(input_ids, attention_mask=mask, position_ids=position_ids, **options)
+    def deaf(**inputs):
+        chosen, decoder.config._attn_implementation = decoder.config._attn_implementation, "sdpa"
+        try:
+            return forward(**inputs)
+        finally:
+            decoder.config._attn_implementation = chosen
 
     monkeypatch.setattr(decoder, "forward", deaf)
-    with pytest.warns(UserWarning, match="LlamaModel does not take a 4-D attention mask"):
+    with pytest.warns(
+        UserWarning, match=r"LlamaModel does not let its attention be exchanged \(states of size .* would be off by"
+    ):
         layout = lay_out(decoder, batch())
-    assert layout.inputs["attention_mask"].dim() == 2
-    assert lay_out(decoder, batch()).inputs["attention_mask"].dim() == 2  # and says so once
+    assert not layout.spans
+    assert not lay_out(decoder, batch()).spans  # and says so once
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

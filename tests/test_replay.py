@@ -56,7 +56,7 @@ def test_fault_B37_an_empty_round_draws_from_earlier_ones_and_later_rounds_are_u
 
 
 def expected_weights(replay):
-    """SPEC S7 by hand for ``COUNTS``: non-empty rounds 1, 3, 4, 5."""
+    """The weights by hand for ``COUNTS``: non-empty rounds 1, 3, 4, 5."""
     if isinstance(replay, NearestKReplay):
         return {3: 1 / 3, 4: 1 / 3, 5: 1 / 3}
     if isinstance(replay, AllHistoryReplay):

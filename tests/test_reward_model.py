@@ -227,7 +227,7 @@ def test_fault_B57_the_head_stays_float32_whatever_the_module_is_cast_to(kind):
 
 
 def test_fault_B57_an_adapter_stays_float32_when_the_module_is_cast():
-    # Trainer(precision="bf16-true") casts the module; SPEC S8 wants all that is trained in float32.
+    # Trainer(precision="bf16-true") casts the module; all that is trained must be float32.
     reward = make_kind("lora", "bfloat16").to(torch.bfloat16)
     assert {parameter.dtype for parameter in reward.trained_parameters()} == {torch.float32}
 

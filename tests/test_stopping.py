@@ -108,7 +108,7 @@ def test_fault_B86_stopped_in_training_the_step_is_finished(tmp_path, whole, num
     process = start(tmp_path, *SHORT)
     wait_for(lambda: calls(tmp_path) >= paid // 3, process)
     # Not `rglob`: it would walk the journal's folder while the run removes it.
-    wait_for(lambda: list(tmp_path.glob("runs/debug/version_*/checkpoints/round_0001.ckpt")), process)
+    wait_for(lambda: list(tmp_path.glob("runs/debug/lightning_logs/*/checkpoints/round_0001.ckpt")), process)
     stop(process, number)
     (checkpoint,) = tmp_path.rglob("stopped.ckpt")
     assert "asked to stop; the run goes on with --ckpt_path" in (tmp_path / "log.txt").read_text()
@@ -133,11 +133,11 @@ def test_stopped_before_its_first_checkpoint_the_same_command_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_any_time_a_run_ends_the_same():
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/soak.py"), "kills", "--count", "8", "--seed", "1"]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/soak.py"), "kills", "--count", "4", "--seed", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     result = json.loads(done.stdout)
     assert result["different"] == []
-    assert result["runs"] == 8
-    assert result["kills"] >= 8
+    assert result["runs"] == 4
+    assert result["kills"] >= 4
     assert set(soak.RUNS) == {"madpo_iter", "marlhf_iter"}

@@ -168,17 +168,36 @@ def test_a_file_without_pairs(tmp_path, text):
         ({**STANDARD, "rejected": " blue."}, "`chosen` and `rejected` must differ, got twice str ' blue.'$"),
         ([STANDARD], r"a pair must be an object, got list \[\{"),
         ("null", "a pair must be an object, got NoneType None$"),
-        # The prompt of some hub data sets: TRL finds the shared messages, and so do we where it is left out.
         (
-            {**IMPLICIT_CONVERSATION, "prompt": "What color is the sky?"},
-            "`prompt`, `chosen` and `rejected` must be all texts or all lists of messages, got `prompt` str, "
-            "`chosen` list, `rejected` list; a `prompt` that .* can be left out$",
+            {**IMPLICIT_CONVERSATION, "prompt": "What else?"},
+            "`prompt` is a text, and `chosen` begins with a user's message that is another one; leave out one of them$",
         ),
-        ({"chosen": "a", "rejected": [GREEN]}, "`chosen` and `rejected` must be all texts or .*`chosen` str"),
+        (
+            {**CONVERSATION, "rejected": "It is green."},
+            "`chosen` and `rejected` must be both texts or both lists of messages, got `chosen` list, `rejected` str$",
+        ),
+        ({"chosen": "a", "rejected": [GREEN]}, "`chosen` and `rejected` must be both texts .*, got `chosen` str"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, message):
     refused(tmp_path, line, message)
+
+
+@pytest.mark.parametrize("render", [None, renderer(CHATML)])
+def test_a_text_prompt_beside_messages_is_the_users_message(tmp_path, render):
+    question, system = USER["content"], message("system", "Be brief.")
+    mixed = [
+        {"prompt": question, "chosen": [BLUE], "rejected": [GREEN]},
+        {"prompt": question + "\n", **IMPLICIT_CONVERSATION},  # the form of several data sets of the hub
+        {"prompt": [USER], "chosen": BLUE["content"], "rejected": GREEN["content"]},
+    ]
+    with_system = {"prompt": question, "chosen": [system, USER, BLUE], "rejected": [system, USER, GREEN]}
+    path = write(tmp_path / "m.jsonl", CONVERSATION, *mixed, with_system)
+    whole, *same, longer = read_pairs(path, render)
+    assert same == [whole] * 3
+    assert (longer.winner_completions, longer.loser_completions) == (whole.winner_completions, whole.loser_completions)
+    assert longer.prompts[0].endswith(whole.prompts[0])
+    assert "Be brief." in longer.prompts[0]
 
 
 # Whatever is not JSON

@@ -57,6 +57,7 @@ class Bench:
         precisions: See :class:`Variant`.
         peer: The peer, or None.
         candidates: ``few``, ``many``, or both: the workloads of a collection.
+        beside: Rows without a peer's or a wanted number beside them too: LoRA, items apart.
         known_peer: Its seconds in fp32, by what it was asked for.
     """
 
@@ -65,6 +66,7 @@ class Bench:
     precisions: tuple[str, ...]
     peer: Peer | None
     candidates: tuple[str, ...] = ("few", "many")
+    beside: bool = True
     known_peer: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -75,7 +77,7 @@ class Bench:
     def variants(self, lora: bool = False) -> Iterator[Variant]:
         """All precisions, and with ``lora`` a LoRA team in the first of them."""
         yield from map(Variant, self.precisions)
-        if lora:
+        if lora and self.beside:
             yield Variant(self.precisions[0], lora=True)
 
     def turns(
@@ -95,9 +97,10 @@ class Bench:
         return turns
 
     def repeat(self, turns: Turns, ours: Callable[[], object], warm_up: bool) -> Turns:
-        """Adds our calls; the peer warms up by itself, once per kind of work."""
+        """Adds our calls; to warm up, after one more on both sides."""
         if warm_up:
             ours()
+            turns.warm_up()
         for _ in range(self.repeats):
             turns.add(seconds_of(ours))
         return turns

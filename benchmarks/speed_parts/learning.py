@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from pbrl_lightning import AgentTeam, JointRewardModel, JointRewardModule, MADPOModule, MARLModule
+from pbrl_lightning.batches import PairTokens
 from pbrl_lightning.modules.base import LearnerModule
 from pbrl_lightning.preferences.collector import Collector
 from pbrl_lightning.preferences.oracle import Oracle
@@ -80,23 +81,43 @@ def madpo(bench: Bench) -> Rows:
     for variant in bench.variants(lora=True):
         module = MADPOModule(bench.work.team(variant.precision, lora=variant.lora))
         update = update_of(module, variant)
-        for number, length in enumerate(bench.lengths):
-            yield _madpo_row(bench, variant, module, update, length, warm_up=number == 0)
+        for length, apart in _kinds_of_batch(bench):
+            yield _madpo_row(bench, variant, module, update, length, apart)
+
+
+def _kinds_of_batch(bench: Bench) -> Iterator[tuple[str, bool]]:
+    """Prompt lengths, and whether each pair is of an item of its own: asked where the prompt is most of the work."""
+    for length in bench.lengths:
+        yield length, False
+        if length == "long" and bench.beside:
+            yield length, True
+
+
+def _distinct(pairs: list[PairTokens], agent: int) -> tuple[int, int]:
+    """Tokens of the distinct prompts and responses of an agent, and the number of these responses."""
+    prompts = {tuple(pair.prompts[agent]) for pair in pairs}
+    said = {(tuple(pair.prompts[agent]), tuple(side[agent])) for pair in pairs for side in (pair.winner, pair.loser)}
+    return sum(map(len, prompts)) + sum(len(response) for _, response in said), len(said)
 
 
 def _madpo_row(
-    bench: Bench, variant: Variant, module: MADPOModule, update: Callable[[Any], None], length: str, warm_up: bool
+    bench: Bench,
+    variant: Variant,
+    module: MADPOModule,
+    update: Callable[[Any], None],
+    length: str,
+    apart: bool,
 ) -> Row:
-    pairs = bench.work.pairs(module.team, length)
-    said = 2 * len(pairs) * bench.work.new_tokens
-    scored = said - 2 * len(pairs)  # MADPO leaves out the last token
+    work = bench.work.of_items_apart() if apart else bench.work
+    pairs = work.pairs(module.team, length)
     passes, products = FROZEN if variant.lora else TRAINED, []
     for agent, matrices in enumerate(variant.matrices(module.team)):
-        prompts = {tuple(pair.tokens.prompts[agent]) for pair in pairs if pair.tokens is not None}
-        products.append((matrices, [Products(sum(map(len, prompts)) + said, scored, passes)]))
+        read, responses = _distinct([pair.tokens for pair in pairs if pair.tokens is not None], agent)
+        scored = responses * (bench.work.new_tokens - 1)  # MADPO leaves out the last token
+        products.append((matrices, [Products(read, scored, passes)]))
     turns = bench.turns(variant, products, "madpo", pairs=pair_records(pairs))
-    bench.repeat(turns, partial(update, pair_batch(module, pairs)), warm_up)
-    return turns.row(f"MADPO update {length} {variant}", len(pairs), "pairs/s")
+    bench.repeat(turns, partial(update, pair_batch(module, pairs)), warm_up=True)
+    return turns.row(f"MADPO update {length} {variant}{', items apart' * apart}", len(pairs), "pairs/s")
 
 
 def reward_model(bench: Bench) -> Rows:
@@ -105,22 +126,27 @@ def reward_model(bench: Bench) -> Rows:
         module = JointRewardModule(JointRewardModel(bench.work.directory, dtype=DTYPES[variant.precision]))
         module.load()
         update = update_of(module, variant)
-        for number, length in enumerate(bench.lengths):
-            yield _reward_model_row(bench, variant, module, update, length, warm_up=number == 0)
+        for length, apart in _kinds_of_batch(bench):
+            yield _reward_model_row(bench, variant, module, update, length, apart)
 
 
 def _reward_model_row(
-    bench: Bench, variant: Variant, module: JointRewardModule, update: Callable[[Any], None], length: str, warm_up: bool
+    bench: Bench,
+    variant: Variant,
+    module: JointRewardModule,
+    update: Callable[[Any], None],
+    length: str,
+    apart: bool,
 ) -> Row:
-    team = bench.work.team()  # for its tokenizer, and for matrices of the same shapes
-    pairs = bench.work.pairs(team, length)
+    work = bench.work.of_items_apart() if apart else bench.work
+    team = work.team()  # for its tokenizer, and for matrices of the same shapes
+    pairs = work.pairs(team, length)
     tokens = module.encode_pairs(pairs)[1]
-    prompts = {tuple(pair.prompts[0]) for pair in tokens}
-    rows = sum(map(len, prompts)) + sum(len(pair.winner[0]) + len(pair.loser[0]) for pair in tokens)
+    rows, _ = _distinct(tokens, 0)
     matrices = Matrices(team.model(0), torch.float32 if variant.precision == "fp32" else torch.bfloat16)
     turns = bench.turns(variant, [(matrices, [Products(rows, 0, TRAINED)])], "reward", pairs=pair_records(pairs))
-    bench.repeat(turns, partial(update, pair_batch(module, pairs)), warm_up)
-    return turns.row(f"reward model update {length} {variant}", len(pairs), "pairs/s")
+    bench.repeat(turns, partial(update, pair_batch(module, pairs)), warm_up=True)
+    return turns.row(f"reward model update {length} {variant}{', items apart' * apart}", len(pairs), "pairs/s")
 
 
 def policy(bench: Bench) -> Rows:

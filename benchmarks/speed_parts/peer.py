@@ -25,7 +25,6 @@ class Peer:
     def __init__(self, python: str, directory: str, threads: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "WANDB_MODE": "disabled"}
         command = [python, str(SCRIPT), directory, str(threads)]
-        self._warm: set[str] = set()
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, env=environment
         )
@@ -46,10 +45,7 @@ class Peer:
         return json.loads(answer)
 
     def seconds(self, what: str, **arguments: Any) -> float:
-        """How long it took over something; the first of each kind is done once more before, to warm up."""
-        if what not in self._warm:
-            self._warm.add(what)
-            self.ask(what, **arguments)
+        """How long it took over something."""
         return float(self.ask(what, **arguments)["seconds"])
 
     def close(self) -> None:

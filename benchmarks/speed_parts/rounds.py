@@ -88,7 +88,7 @@ def _round_row(bench: Bench, variant: Variant, length: str) -> Row:
             matrices,
             [
                 *sampling_products(prompts, work.num_candidates, work.new_tokens) * 2,
-                Products(sum(prompts[: work.batch_size]) + said, said, TRAINED, updates),
+                Products(sum(prompts[: len(set(work.pair_items))]) + said, said, TRAINED, updates),
             ],
         )
         for matrices, prompts in zip(variant.matrices(team), prompt_lengths(team, work, items), strict=True)

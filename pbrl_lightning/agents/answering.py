@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pbrl_lightning.agents.adapters import mixes_adapters
+from pbrl_lightning.agents.at_once import in_threads
 from pbrl_lightning.agents.loading import warn_once
 from pbrl_lightning.agents.products import device_memory
 from pbrl_lightning.agents.prompts import Formatter
@@ -120,25 +120,11 @@ def _questions(
 
 
 def _at_once(team: AgentTeam, groups: list[list[_Questions]], draws: Draws) -> list[list[list[list[SampledIds]]]]:
-    """Samples the groups, on a CPU several at a time with a share of the threads each.
-
-    The products of a step are small, and two threads make one of them half as fast again, not twice.
-    """
-    threads = torch.get_num_threads()
-    workers = min(threads, _most_at_once([team.model(asked[0].agent) for asked in groups]))
+    """Samples the groups, on a CPU several at a time."""
+    models = [team.model(asked[0].agent) for asked in groups]
     with spending("sampling"):
-        if workers < 2:
-            return [_sample(team, asked, draws) for asked in groups]
-
-        def sample(asked: list[_Questions]) -> list[list[list[SampledIds]]]:
-            torch.set_num_threads(threads // workers)  # of this thread, and of those that it starts
-            return _sample(team, asked, draws)
-
-        try:
-            with ThreadPoolExecutor(workers) as pool:
-                return list(pool.map(sample, groups))
-        finally:
-            torch.set_num_threads(threads)
+        tasks = [partial(_sample, team, asked, draws) for asked in groups]
+        return in_threads(tasks, min(torch.get_num_threads(), _most_at_once(models)))
 
 
 def _most_at_once(models: list[nn.Module]) -> int:

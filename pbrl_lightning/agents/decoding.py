@@ -7,8 +7,6 @@ product, and keeps only the responses' own keys row by row; otherwise each row h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +18,8 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
+from pbrl_lightning.agents.attention import attention_exchanged, check_options, may_exchange_attention
 from pbrl_lightning.agents.forward import SplitForward, accepts, decoder_of
-from pbrl_lightning.agents.packing import may_exchange_attention
 
 _ATTENTION = "pbrl_shared_prompts"
 _SHARED: ContextVar[_SharedPrompts] = ContextVar("shared_prompts")
@@ -101,7 +99,7 @@ class SharingRows(DecodedRows):
 
     @override
     def step(self, tokens: Tensor) -> None:
-        with _attention_exchanged(self.model, self.shared):
+        with attention_exchanged(self.model, _ATTENTION, _SHARED, self.shared):
             self._forward(tokens, None)
 
 
@@ -272,9 +270,7 @@ def _attend(
         Shape ``(R, 1, H, D)``, and None.
     """
     del module
-    unknown = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
-    if unknown or attention_mask is not None:
-        raise ValueError(f"attention with {unknown or 'a mask'} cannot share prompts")
+    check_options(kwargs, masked=attention_mask is not None)
     shared = _SHARED.get()
     layer, groups = shared.layer, query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -293,18 +289,6 @@ def _attend(
 
 
 AttentionInterface.register(_ATTENTION, _attend)
-
-
-@contextmanager
-def _attention_exchanged(model: Any, shared: _SharedPrompts) -> Iterator[None]:
-    config = model.config.get_text_config()
-    earlier, token = config._attn_implementation, _SHARED.set(shared)
-    config._attn_implementation = _ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = earlier
-        _SHARED.reset(token)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def scored_tokens(response_mask: Tensor, score_last_token: bool) -> Tensor:
 
     Args:
         response_mask: Shape ``(R, T)``, bool; the response is one run of True per row.
-        score_last_token: False leaves out each row's last response token (SPEC S10).
+        score_last_token: False leaves out each row's last response token.
 
     Returns:
         Shape ``(R, T)``, bool.
@@ -96,11 +96,13 @@ def response_logps(
         head_context: The same for the head, whose logits are recomputed if there is more than one chunk of them.
         logit_budget: Most logits held at once.
     """
-    layout = lay_out(decoder_of(model) or model, batch)
+    decoder = decoder_of(model) or model
+    layout = lay_out(decoder, batch)
     inputs: dict[str, Any] = dict(layout.inputs)
     if accepts(model, "use_cache"):
         inputs["use_cache"] = False
-    with checkpointed_layers(model, layer_context) if layer_context else nullcontext():
+    contexts = layout.recomputing(decoder, layer_context) if layer_context else None
+    with checkpointed_layers(model, contexts) if contexts else nullcontext(), layout.reading(decoder):
         split = SplitForward(model, **inputs)
     predicted = scored_tokens(batch.response_mask, score_last_token)[:, 1:]
     rows, columns = predicted.nonzero(as_tuple=True)

@@ -1,25 +1,33 @@
-"""Responses to the same prompt behind one copy of it: the prompt is computed once.
+"""Responses to the same prompt behind one copy of it: the prompt is computed once, and nothing is padded.
 
-A pack is a prompt and then several responses, each with the positions it would have alone; a row holds one pack, or
-several short ones in the place of padding. A 4-D mask lets a response see its prompt and itself only, so that every
-hidden state is the one of an unpacked row, up to rounding.
+A pack is a prompt and then the responses to it, each with the positions it would have alone; what all of them begin
+with stands once too. All packs stand in one row. An attention of our own lets a response see its prompt and itself
+only, so that every hidden state is the one of an unpacked row, up to rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn import functional as F
+from transformers import AttentionInterface
 
-from pbrl_lightning.agents.forward import accepts
+from pbrl_lightning.agents.attention import attention_exchanged, check_options, may_exchange_attention
+from pbrl_lightning.agents.forward import ContextPair, accepts
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.sharding import in_shares
 
+_ATTENTION = "pbrl_packs"
+_READ: ContextVar[list[_Span]] = ContextVar("packs_being_read")
 _PACKS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -31,68 +39,106 @@ class Layout:
         inputs: ``input_ids``, ``attention_mask`` and, where the model takes them, ``position_ids``.
         row: Shape ``(R, T)``; for padding any.
         column: The same.
+        spans: Of the packs in the one row of the inputs; none if the rows are read as they are.
     """
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     row: Tensor
     column: Tensor
+    spans: list[_Span]
 
     def pick(self, states: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """The states of these tokens, given by their places in the unpacked rows; shape ``(M, H)``."""
         return states[self.row[rows, columns], self.column[rows, columns]]
 
+    def reading(self, decoder: nn.Module) -> AbstractContextManager[None]:
+        """What must surround the decoder's forward."""
+        return attention_exchanged(decoder, _ATTENTION, _READ, self.spans) if self.spans else nullcontext()
+
+    def recomputing(self, decoder: nn.Module, contexts: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
+        """Contexts of checkpointed layers, whose second forward needs to be surrounded too."""
+
+        def surrounded() -> ContextPair:
+            first, second = contexts()
+            return first, _both(second, self.reading(decoder))
+
+        return surrounded
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
 
 def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
-    """How rows are read: packed where prompts are shared and that is less work, otherwise as they are.
+    """How rows are read: packed where that is less work (prompts are shared, lengths differ), otherwise as they are.
 
     Args:
         decoder: Maps the inputs to hidden states, as a tuple's first entry.
         batch: ``R`` rows, padded on either side.
     """
-    count, plain_width = batch.input_ids.shape
-    if count < 2 or not may_exchange_attention(decoder, plain_width):
+    count, width = batch.input_ids.shape
+    if count < 2 or not may_exchange_attention(decoder, width):
         return _as_it_is(decoder, batch)
     rows = _Rows.of(batch)
-    size = _hidden_size(decoder)
-    bins = _into_bins(rows.packs(size))
-    width = _width(bins)
-    pays = len(bins) * _cost(width, size) < 0.95 * count * _cost(plain_width, size)
+    packs = rows.packs()
+    pays = sum(pack.width for pack in packs) < 0.95 * count * width
     # The processes of a sharded run must run the same forwards, so there it is looked at whether it pays now or not.
     possible = (pays or in_shares(decoder)) and _packs_truly(decoder, batch.input_ids.device)
-    if not (possible and pays):
-        return _as_it_is(decoder, batch)
-    return _packed(batch, rows, bins, _dtype(decoder))
+    return _packed(batch, rows, packs) if possible and pays else _as_it_is(decoder, batch)
 
 
 @dataclass
 class _Pack:
-    """A prompt and responses to it, one behind the other."""
+    """A prompt, what all responses to it begin with, and the rest of each, one behind the other."""
 
     prompt: tuple[int, ...]
-    responses: list[tuple[int, ...]]
+    beginning: tuple[int, ...]
+    rests: list[tuple[int, ...]]
+
+    @property
+    def shared(self) -> int:
+        return len(self.prompt) + len(self.beginning)
 
     @property
     def width(self) -> int:
-        return len(self.prompt) + sum(map(len, self.responses))
+        return self.shared + sum(map(len, self.rests))
 
 
-def _into_bins(packs: list[_Pack]) -> list[list[_Pack]]:
-    """Rows of several packs, none wider than the widest pack: what padding would fill, short packs do (first fit)."""
-    packs = sorted(packs, key=lambda pack: pack.width, reverse=True)
-    bins: list[list[_Pack]] = []
-    left: list[int] = []
-    for pack in packs:
-        place = next((index for index, room in enumerate(left) if room >= pack.width), len(bins))
-        if place == len(bins):
-            bins.append([])
-            left.append(packs[0].width)
-        bins[place].append(pack)
-        left[place] -= pack.width
-    return bins
+@dataclass(frozen=True)
+class _Span:
+    """A pack as its attention sees it: what is shared and the first rest are one causal text, others come in groups.
+
+    Attributes:
+        shared: Tokens that every response sees.
+        sizes: Of the causal text and of each group.
+        masks: For each group, which of the shared keys and its own it sees: shape ``(S, shared + S)``, bool.
+    """
+
+    shared: int
+    sizes: list[int]
+    masks: list[Tensor]
+
+    @classmethod
+    def of(cls, pack: _Pack, device: torch.device) -> _Span:
+        shared = pack.shared
+        first, *others = [len(rest) for rest in pack.rests if rest] or [0]
+        # Scores between the responses of a group are computed for nothing, and each group reads what is shared again.
+        most = max(shared, 128)
+        groups: list[list[int]] = []
+        for length in others:
+            if not groups or sum(groups[-1]) + length > most:
+                groups.append([])
+            groups[-1].append(length)
+        masks = [_group_mask(shared, group).to(device) for group in groups]
+        return cls(shared, [shared + first, *map(sum, groups)], masks)
 
 
-def _width(bins: list[list[_Pack]]) -> int:
-    return max(sum(pack.width for pack in packs) for packs in bins)
+def _group_mask(shared: int, lengths: list[int]) -> Tensor:
+    """Each rest of a group sees what is shared and, causally, itself."""
+    own = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()
+    return torch.cat([torch.ones(len(own), shared, dtype=torch.bool), own], 1)
 
 
 @dataclass
@@ -114,73 +160,112 @@ class _Rows:
             responses.append(tuple(ids[start + length - said : start + length]))
         return cls(prompts, responses, first)
 
-    def packs(self, hidden_size: int) -> list[_Pack]:
-        """Equal responses to a prompt stand once."""
+    def packs(self) -> list[_Pack]:
+        """Equal responses to a prompt stand once, and what all of them begin with belongs to the prompt."""
         by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
         for prompt, response in zip(self.prompts, self.responses, strict=True):
             by_prompt.setdefault(prompt, {})[response] = None
         packs = []
-        for prompt, said in by_prompt.items():
-            responses = list(said)
-            size = _responses_per_pack(len(prompt), max(map(len, responses)), len(responses), hidden_size)
-            packs += [_Pack(prompt, responses[at : at + size]) for at in range(0, len(responses), size)]
+        for prompt, responses in by_prompt.items():
+            shared = _common_beginning(responses)
+            packs.append(_Pack(prompt, shared, [response[len(shared) :] for response in responses]))
         return packs
 
 
-def _cost(width: int, hidden_size: int) -> float:
-    """Of a row, in a token's work outside of attention; a matrix product of attention is slower than those outside."""
-    return width * (1 + width / (2 * hidden_size))
+def _common_beginning(sequences: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    first, last = min(sequences), max(sequences)  # what these two have in common, all between them have
+    return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
 
 
-def _responses_per_pack(prompt: int, response: int, count: int, hidden_size: int) -> int:
-    """How many responses behind one prompt cost least: attention grows with the square of the row."""
-    sizes = {-(-count // packs) for packs in range(1, count + 1)}
-    return min(sizes, key=lambda size: -(-count // size) * _cost(prompt + size * response, hidden_size))
-
-
-def _packed(batch: TokenBatch, rows: _Rows, bins: list[list[_Pack]], dtype: torch.dtype) -> Layout:
-    device, shape = batch.input_ids.device, (len(bins), _width(bins))
-    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    # Which pack of its row a token belongs to (-1: padding), and which response of it (0: the prompt).
-    packs, segments = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long)
-    places: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int, int]] = {}
-    for index, row_packs in enumerate(bins):
-        at = 0
-        for number, pack in enumerate(row_packs):
-            length = len(pack.prompt)
-            packs[index, at : at + pack.width] = number
-            ids[index, at : at + pack.width] = torch.tensor(
-                [*pack.prompt, *(i for said in pack.responses for i in said)]
-            )
-            positions[index, at : at + length] = torch.arange(length)
-            start = at + length
-            for segment, response in enumerate(pack.responses, 1):
-                stop = start + len(response)
-                positions[index, start:stop] = torch.arange(length, length + len(response))
-                segments[index, start:stop] = segment
-                places[pack.prompt, response] = index, at, start
-                start = stop
-            at += pack.width
-    row = torch.zeros_like(batch.input_ids, device="cpu")
-    column = torch.zeros_like(row)
+def _packed(batch: TokenBatch, rows: _Rows, packs: list[_Pack]) -> Layout:
+    device = batch.input_ids.device
+    ids: list[int] = []
+    positions: list[int] = []
+    # Where the tokens of each distinct row are: first those that its pack shares, then its own.
+    places: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+    for pack in packs:
+        shared = torch.arange(len(ids), len(ids) + pack.shared)
+        ids += pack.prompt + pack.beginning
+        positions += range(pack.shared)
+        for rest in pack.rests:
+            own = torch.arange(len(ids), len(ids) + len(rest))
+            places[pack.prompt, pack.beginning + rest] = torch.cat([shared, own])
+            ids += rest
+            positions += range(pack.shared, pack.shared + len(rest))
+    column = torch.zeros_like(batch.input_ids, device="cpu")
     for at, (prompt, response, first) in enumerate(zip(rows.prompts, rows.responses, rows.first_columns, strict=True)):
-        index, begin, start = places[prompt, response]
-        row[at] = index
-        middle = first + len(prompt)
-        column[at, first:middle] = torch.arange(begin, begin + len(prompt))
-        column[at, middle : middle + len(response)] = torch.arange(start, start + len(response))
-    inputs = {"input_ids": ids, "attention_mask": _mask(packs, segments, dtype), "position_ids": positions}
-    return Layout({name: value.to(device) for name, value in inputs.items()}, row.to(device), column.to(device))
+        column[at, first : first + len(prompt) + len(response)] = places[prompt, response]
+    inputs = {
+        "input_ids": torch.tensor([ids], device=device),
+        "attention_mask": None,
+        "position_ids": torch.tensor([positions], device=device),
+    }
+    spans = [_Span.of(pack, device) for pack in packs if pack.width]
+    column = column.to(device)
+    return Layout(inputs, torch.zeros_like(column), column, spans)
 
 
-def _mask(packs: Tensor, segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to attention scores, shape ``(B, 1, T, T)``; padding sees itself, so that no row is empty."""
-    width = segments.shape[1]
-    causal = torch.ones(width, width, dtype=torch.bool).tril()
-    same_pack = (packs[:, None, :] == packs[:, :, None]) & (packs >= 0)[:, None, :]
-    own = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
-    allowed = (causal & same_pack & own) | torch.eye(width, dtype=torch.bool)
-    return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None]
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention within the packs of one row.
+
+    Args:
+        module: The attention layer.
+        query: Shape ``(1, H, T, D)``.
+        key: Shape ``(1, H_kv, T, D)``.
+        value: The same.
+        attention_mask: None.
+        scaling: Of the scores; None for ``1 / sqrt(D)``.
+        softcap: Soft limit of the scores, or None.
+        dropout: 0.
+        kwargs: What else the layer passes on.
+
+    Returns:
+        Shape ``(1, T, H, D)``, and None.
+    """
+    del module
+    check_options({**kwargs, "dropout": dropout or None}, masked=attention_mask is not None)
+    spans = _READ.get()
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sizes = [size for span in spans for size in span.sizes]
+    parts = zip(*(states.split(sizes, 2) for states in (query, key, value)), strict=True)
+    heard = []
+    for span in spans:
+        q, k, v = next(parts)
+        heard.append(_heard(q, k, v, None, scale, softcap))
+        shared_keys, shared_values = k[:, :, : span.shared], v[:, :, : span.shared]
+        for mask in span.masks:
+            q, k, v = next(parts)
+            k, v = torch.cat([shared_keys, k], 2), torch.cat([shared_values, v], 2)
+            heard.append(_heard(q, k, v, mask, scale, softcap))
+    return torch.cat([part.transpose(1, 2) for part in heard], 1), None
+
+
+def _heard(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Attention under a mask, or a causal one."""
+    groups = q.shape[1] // k.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups > 1
+        )
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return weights.to(v.dtype) @ v
+
+
+AttentionInterface.register(_ATTENTION, _attend)
 
 
 def _as_it_is(decoder: nn.Module, batch: TokenBatch) -> Layout:
@@ -190,19 +275,7 @@ def _as_it_is(decoder: nn.Module, batch: TokenBatch) -> Layout:
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     count, width = mask.shape
     row = torch.arange(count, device=mask.device)[:, None].expand(count, width)
-    return Layout(inputs, row, torch.arange(width, device=mask.device).expand(count, width))
-
-
-def may_exchange_attention(decoder: nn.Module, width: int) -> bool:
-    """True if nothing in its configuration speaks against a mask or an attention of ours for rows of this width."""
-    if not isinstance(decoder, PreTrainedModel) or not accepts(decoder, "position_ids"):
-        return False
-    config: Any = decoder.config.get_text_config()
-    window = getattr(config, "sliding_window", None) or width
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    if not kinds <= {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and window < width):
-        return False
-    return getattr(config, "_attn_implementation", "eager") in ("eager", "sdpa")
+    return Layout(inputs, row, torch.arange(width, device=mask.device).expand(count, width), [])
 
 
 @torch.no_grad()
@@ -212,29 +285,29 @@ def _packs_truly(decoder: nn.Module, device: torch.device) -> bool:
         rows = _Rows([(1, 2, 3), (1, 2, 3), (8, 9, 5)], [(4, 5), (6, 7), (6, 4)], [0, 0, 0])
         ids = torch.tensor([[*p, *r] for p, r in zip(rows.prompts, rows.responses, strict=True)])
         small = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(5).expand(3, 5) >= 3).to(device)
-        packs = [_Pack(rows.prompts[0], rows.responses[:2]), _Pack(rows.prompts[2], rows.responses[2:])]
-        packed = _packed(small, rows, [packs], _dtype(decoder))
+        packed, plain = _packed(small, rows, rows.packs()), _as_it_is(decoder, small)
         places = small.attention_mask.nonzero(as_tuple=True)
-        plain = _as_it_is(decoder, small)
-        limit = 0.05 if torch.finfo(_dtype(decoder)).bits == 16 else 1e-3
+        limit = 0.05 if torch.finfo(next(decoder.parameters()).dtype).bits == 16 else 1e-3
         with torch.autocast(device.type, enabled=False):
             expected = plain.pick(decoder(**plain.inputs, use_cache=False)[0], *places).float()
+            if not expected.isfinite().all():
+                return False  # of a model that diverged nothing can be said
+            problem = ""
             try:
-                found = packed.pick(decoder(**packed.inputs, use_cache=False)[0], *places).float()
-                _PACKS[decoder] = bool((found - expected).abs().max() < limit * expected.abs().max())
-            except (RuntimeError, ValueError, TypeError, IndexError):
-                _PACKS[decoder] = False
-        if not _PACKS[decoder]:
+                with packed.reading(decoder):
+                    found = packed.pick(decoder(**packed.inputs, use_cache=False)[0], *places).float()
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                off, size = float((found - expected).abs().max()), float(expected.abs().max())
+                if not off < limit * size:
+                    problem = f"states of size {size:.3g} would be off by {off:.3g}"
+        _PACKS[decoder] = not problem
+        if problem:
             rank_zero_warn(
-                f"{type(decoder).__name__} does not take a 4-D attention mask: a prompt that responses share is "
-                "computed once for each of them"
+                f"{type(decoder).__name__} does not let its attention be exchanged ({problem}): a prompt that "
+                "responses share is computed once for each of them"
             )
     return _PACKS[decoder]
-
-
-def _dtype(decoder: nn.Module) -> torch.dtype:
-    return next(decoder.parameters()).dtype
-
-
-def _hidden_size(decoder: Any) -> int:
-    return int(decoder.config.get_text_config().hidden_size)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from string import Formatter as FieldParser
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from pbrl_lightning.agents.conversations import Message, checked_messages, conversation_of, is_chat
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.importing import import_object
 
@@ -21,8 +23,20 @@ class _Fields(dict[str, Any]):
         raise ValueError(f"the template names the field {key!r}, but the task item has: {fields}")
 
 
+def _whole_fields(template: str) -> set[str]:
+    """The fields that a template puts in as they are, not parts of them such as ``{prompt[0]}``."""
+    return {name for _, name, _, _ in FieldParser().parse(template) if name}
+
+
 def _fill(template: str, item: Mapping[str, Any]) -> str:
     try:
+        for field in _whole_fields(template):
+            if is_chat(item.get(field)):
+                raise ValueError(
+                    f"the template {template!r} makes a text, and the task item's {field!r} is a list of chat "
+                    "messages: `{prompt}` alone keeps them, ChatTemplate puts its text in the place of the last one's, "
+                    "and a callable may do anything else"
+                )
         return template.format_map(_Fields(item))
     except (IndexError, KeyError, AttributeError) as error:
         raise ValueError(f"the template {template!r} cannot be filled from the task item: {error}") from error
@@ -31,37 +45,60 @@ def _fill(template: str, item: Mapping[str, Any]) -> str:
 class PromptTemplate:
     """A plain prompt such as ``"Summarise: {prompt}"``; ``{name}`` is replaced by the item's field.
 
+    ``{prompt}`` alone leaves a conversational item's messages as they are.
+
     Example:
         >>> PromptTemplate("Explain: {prompt}")({"prompt": "rain"})
         'Explain: rain'
+        >>> PromptTemplate("{prompt}")({"messages": [{"role": "user", "content": "Hi"}]})
+        [{'role': 'user', 'content': 'Hi'}]
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def __call__(self, item: TaskItem) -> str:
+    def __call__(self, item: TaskItem) -> str | list[Message]:
         """The prompt of one task item."""
-        return _fill(self.text, item)
+        messages = conversation_of(item, self.text[1:-1]) if self.text in ("{prompt}", "{messages}") else None
+        return _fill(self.text, item) if messages is None else messages
 
 
 class ChatTemplate:
     """A user message, and a system message before it, rendered by the tokenizer's own chat template.
 
+    In a conversational item (``prompt``, or without it ``messages``, is a list of chat messages) ``{prompt}`` stands
+    for the text of the last message, which gets the new text; the messages before it stay. A system message goes before
+    the item's own, in one message.
+
     Example:
         >>> ChatTemplate("{prompt}", system="Be brief.")({"prompt": "Hi"})[1]
         {'role': 'user', 'content': 'Hi'}
+        >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+        >>> ChatTemplate("Explain: {prompt}")({"prompt": [*chat, {"role": "user", "content": "rain"}]})[2]
+        {'role': 'user', 'content': 'Explain: rain'}
     """
 
     def __init__(self, user: str = "{prompt}", system: str | None = None) -> None:
         self.user = user
         self.system = system
 
-    def __call__(self, item: TaskItem) -> list[dict[str, str]]:
+    def __call__(self, item: TaskItem) -> list[Message]:
         """The messages of one task item."""
-        messages = [{"role": "user", "content": _fill(self.user, item)}]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": _fill(self.system, item)})
-        return messages
+        chat = conversation_of(item) if "prompt" in _whole_fields(self.user) else None
+        *before, last = chat if chat is not None else [{"role": "user", "content": None}]
+        if chat is not None:
+            item = {**item, "prompt": last["content"]}
+            if last["role"] != "user" and self.user != "{prompt}":
+                raise ValueError(
+                    f"the template {self.user!r} is for a user's message, but the last one's role is {last['role']!r}"
+                )
+        messages = [*before, {**last, "content": _fill(self.user, item)}]
+        if self.system is None:
+            return messages
+        system = {"role": "system", "content": _fill(self.system, item)}
+        if messages[0]["role"] == "system":
+            system["content"] += f"\n\n{messages.pop(0)['content']}"
+        return [system, *messages]
 
 
 def resolve_formatters(formatters: Any, num_agents: int) -> list[Formatter]:
@@ -94,25 +131,60 @@ def resolve_formatters(formatters: Any, num_agents: int) -> list[Formatter]:
     return resolved
 
 
-def render_prompt(formatter: Formatter, item: TaskItem, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt text of one task item for one agent."""
+def made_prompt(formatter: Formatter, item: TaskItem) -> str | list[Message]:
+    """What a formatter makes of a task item, checked.
+
+    Raises:
+        ValueError: If it is neither a text nor a list of chat messages, or a message is malformed.
+    """
     prompt = formatter(item)
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
-        return render_chat(prompt, tokenizer)
+    if isinstance(prompt, list) and prompt and any(isinstance(message, dict) for message in prompt):
+        return checked_messages("the prompt", prompt)
     raise ValueError(f"a formatter must return a string or a list of chat messages, got {prompt!r}")
 
 
-def render_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
+def check_conversations(formatters: Sequence[Formatter], items: Iterable[TaskItem], name: str) -> None:
+    """Finds malformed messages before anything is loaded, where templates of this library read them.
+
+    Args:
+        formatters: Of all agents.
+        items: Task items.
+        name: What to call them in errors.
+
+    Raises:
+        ValueError: Names the item and the message.
+    """
+    templates = [made for made in formatters if isinstance(made, PromptTemplate | ChatTemplate)]
+    texts = [made.text if isinstance(made, PromptTemplate) else made.user for made in templates]
+    if not any("{prompt}" in text or "{messages}" in text for text in texts):
+        return
+    for index, item in enumerate(items):
+        if not isinstance(item.get("prompt", item.get("messages")), list):
+            continue  # nothing that a template could not read
+        try:
+            for template in templates:
+                template(item)
+        except ValueError as error:
+            raise ValueError(f"`{name}`: task item {index}: {error}") from error
+
+
+def render_prompt(formatter: Formatter, item: TaskItem, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt text of one task item for one agent."""
+    prompt = made_prompt(formatter, item)
+    return prompt if isinstance(prompt, str) else render_chat(prompt, tokenizer)
+
+
+def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     """Chat messages as text, ending where the assistant's turn begins.
 
     Templates that refuse the system role (Gemma's, for one) get its text at the head of the first user message.
     """
     if not tokenizer.chat_template:
         raise ValueError(
-            f"a chat formatter needs a tokenizer with a chat template, and {tokenizer.name_or_path!r} has none; "
-            "use a template string such as 'Summarise: {prompt}'"
+            f"chat messages need a tokenizer with a chat template, and {tokenizer.name_or_path!r} has none; use a "
+            "template string such as 'Summarise: {prompt}', or, where the items are chats, a callable that makes a text"
         )
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -148,14 +220,23 @@ def render_plainly(messages: list[dict[str, str]], add_generation_prompt: bool) 
     return lines + "assistant: " if add_generation_prompt else lines
 
 
-def plain_text(prompt: str | list[dict[str, str]]) -> str:
-    r"""A prompt as the bare text of its messages, for readers that are not sent through a chat template.
+def plain_text(prompt: str | list[Message]) -> str:
+    r"""A prompt as bare text, for readers that are not sent through a chat template.
+
+    A system and a user message are their texts; in a longer conversation it is said who speaks.
 
     Example:
         >>> plain_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
         'Be brief.\n\nHi'
+        >>> turns = [("user", "Hi"), ("assistant", "Yes?"), ("user", "Rain")]
+        >>> plain_text([{"role": role, "content": content} for role, content in turns])
+        'user: Hi\n\nassistant: Yes?\n\nuser: Rain'
     """
-    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+    if isinstance(prompt, str):
+        return prompt
+    if [message["role"] for message in prompt if message["role"] != "system"] in ([], ["user"]):
+        return "\n\n".join(message["content"] for message in prompt)
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

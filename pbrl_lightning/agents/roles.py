@@ -1,4 +1,4 @@
-"""One model that writes the responses of several roles as one text (SPEC S5, S13)."""
+"""One model that writes the responses of several roles as one text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from pbrl_lightning.agents.loading import warn_once
-from pbrl_lightning.agents.prompts import Formatter, plain_text
+from pbrl_lightning.agents.prompts import Formatter, made_prompt, plain_text
 from pbrl_lightning.batches import TaskItem
 
 
@@ -93,11 +93,11 @@ class JointRoles:
 
     def prompts(self, item: TaskItem) -> list[str]:
         """What separate agents would be asked, as plain texts; ``N`` of them."""
-        return [plain_text(formatter(item)) for formatter in self.formatters]
+        return [plain_text(made_prompt(formatter, item)) for formatter in self.formatters]
 
     def __call__(self, item: TaskItem) -> Any:
         """The joint prompt: chat messages if the adapter makes some or a role's own prompt is some, else a text."""
-        own = [formatter(item) for formatter in self.formatters]
+        own = [made_prompt(formatter, item) for formatter in self.formatters]
         joint = self.adapter.build(item, [plain_text(prompt) for prompt in own])
         if isinstance(joint, str) and not all(isinstance(prompt, str) for prompt in own):
             return [{"role": "user", "content": joint}]

@@ -161,6 +161,12 @@ class AgentTeam(nn.Module):
         """The name that the agent's model was given by or says of itself; None for a loaded model without one."""
         return self._settings.source_name(agent)
 
+    def given_name(self, agent: int) -> str | None:
+        """The name that the agent's model was given by; None for a loaded model."""
+        given = self._settings.models
+        model = given[agent] if isinstance(given, list) else given
+        return model if isinstance(model, str) else None
+
     @property
     def is_loaded(self) -> bool:
         """True once the models are in memory."""

@@ -13,7 +13,7 @@ from pbrl_lightning.remote.errors import ApiError
 TRACEBACK = "PBRL_TRACEBACK"
 """The environment variable that asks for tracebacks, if it is set to anything but 0."""
 
-_KINDS = (ValueError, OSError, ForeignReplayError, ApiError)
+_KINDS = (ValueError, OSError, ImportError, ForeignReplayError, ApiError)
 _PACKAGE = Path(__file__).parent.parent
 _OURS = (_PACKAGE, (_PACKAGE / "callbacks").resolve())
 

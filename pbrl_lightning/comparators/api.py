@@ -1,4 +1,4 @@
-"""The comparator behind a remote endpoint (SPEC S6)."""
+"""The comparator behind a remote endpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from pbrl_lightning.agents.loading import warn_once
-from pbrl_lightning.agents.prompts import Formatter, plain_text
+from pbrl_lightning.agents.prompts import Formatter, made_prompt, plain_text
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample
@@ -77,6 +77,16 @@ class _Question:
     prompt: Any
 
 
+def _question(row: int, item: TaskItem, item_index: int, agent: int, formatter: Formatter) -> _Question:
+    try:
+        prompt = made_prompt(formatter, item)
+    except Exception as error:
+        raise ValueError(
+            f"the comparator's formatter for agent {agent} failed on task item {item_index}: {error}"
+        ) from error
+    return _Question(row, item, item_index, agent, prompt)
+
+
 class ApiSpeaker:
     """Answers task items with a remote model's texts.
 
@@ -107,7 +117,7 @@ class ApiSpeaker:
     ) -> list[TeamSample]:
         """See :meth:`AgentTeam.sample`; remote models draw their own random numbers."""
         asked = [
-            _Question(row, item, index, agent, formatter(item))
+            _question(row, item, index, agent, formatter)
             for row, (item, index) in enumerate(zip(items, item_indices, strict=True))
             for agent, formatter in enumerate(self.formatters)
         ]
@@ -127,7 +137,7 @@ class ApiSpeaker:
     ) -> list[AgentAnswer]:
         """See :meth:`AgentTeam.answer`."""
         asked = [
-            _Question(row, item, index, agent, formatter(item))
+            _question(row, item, index, agent, formatter)
             for row, (item, index) in enumerate(zip(items, item_indices, strict=True))
         ]
         return self._ask(asked, num_candidates, sampling)

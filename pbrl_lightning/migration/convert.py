@@ -159,7 +159,7 @@ class _Parts:
         if path is not None and path.endswith((".json", ".jsonl")):
             self.parts["data"]["items"] = path
         elif path is not None:
-            why = "write its items to a file (`load_dataset(…).to_json('items.jsonl')`) and give that as `data.items`"
+            why = "a file, or a data set of the hub with its split, `datasets:NAME::SPLIT`: give it as `data.items`"
             self.left.append(Left("dataset.name", path, why))
 
     def _batches(self) -> None:

@@ -1,4 +1,4 @@
-"""Critics: what a policy's advantages are measured against (SPEC S9).
+"""Critics: what a policy's advantages are measured against.
 
 A critic gives ``C`` values per response: one per agent, or one for the team. ``v`` reads the prompt alone, ``q`` the
 prompt and the response.

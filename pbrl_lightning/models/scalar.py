@@ -147,6 +147,11 @@ class ScalarModel(nn.Module):
         return self
 
     @property
+    def given_name(self) -> str | None:
+        """The name of its model; None for a loaded one."""
+        return self._model if isinstance(self._model, str) else None
+
+    @property
     def is_loaded(self) -> bool:
         """True once the weights are in memory."""
         return self.head is not None
@@ -170,7 +175,9 @@ class ScalarModel(nn.Module):
         else:
             self.classifier, weight, self._tokenizer = self._load_own()
         decoder = self._decoder
-        self.head = ScalarHead(_hidden_size(decoder), head_dtype(self._like()), self._like().device)
+        self.head = ScalarHead(
+            decoder.config.get_text_config().hidden_size, head_dtype(self._like()), self._like().device
+        )
         if weight is not None:
             self.head.weight.data.copy_(weight)
             self.fitted = True
@@ -361,10 +368,11 @@ class ScalarModel(nn.Module):
         def contexts() -> ContextPair:
             return nullcontext(), self._active()
 
-        checkpointing = checkpointed_layers(decoder, contexts) if self.gradient_checkpointing else nullcontext()
         with self._active():
             layout = lay_out(decoder, rows)
-            with checkpointing:
+            recomputing = layout.recomputing(decoder, contexts)
+            checkpointing = checkpointed_layers(decoder, recomputing) if self.gradient_checkpointing else nullcontext()
+            with checkpointing, layout.reading(decoder):
                 states = decoder(**layout.inputs, use_cache=False)[0]
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
         return self.head(layout.pick(states, torch.arange(len(last), device=last.device), last))  # type: ignore[misc]
@@ -392,7 +400,3 @@ class ScalarModel(nn.Module):
 
 
 _ROLES = ("reward", "critic")
-
-
-def _hidden_size(decoder: Any) -> int:
-    return int(decoder.config.get_text_config().hidden_size)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from pbrl_lightning.agents.at_once import for_each_agent
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PairBatch
 from pbrl_lightning.losses import joint_margins, madpo_losses, require_finite
@@ -73,7 +74,8 @@ class MADPOModule(TeamModule):
     def step(self, batch: PairBatch, where: str) -> tuple[Tensor, Metrics]:
         # 1. Summed log-probabilities of winners and losers, one forward per agent: (N, 2B).
         last = self.score_last_token or self.team.roles is not None
-        logps = torch.stack([self.team.response_logps(agent, rows, last) for agent, rows in enumerate(batch.agents)])
+        scored = for_each_agent(self.team, lambda i: (self.team.response_logps(i, batch.agents[i], last),))
+        logps = torch.stack([sums for (sums,) in scored])
         winner_logps, loser_logps = logps.chunk(2, dim=1)
         # 2. The loss of each pair from the margin of the whole team.
         losses = madpo_losses(winner_logps, loser_logps, self.dpo_beta)

@@ -19,6 +19,7 @@ from pbrl_lightning.advantages import (
     normalise_by_group,
     normalise_over_batch,
 )
+from pbrl_lightning.agents.at_once import for_each_agent
 from pbrl_lightning.agents.reference import ReferenceKL, ReferencePolicies
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import RolloutBatch, TokenBatch
@@ -31,7 +32,7 @@ from pbrl_lightning.schedule import RoundSchedule
 
 
 class MARLModule(TeamModule):
-    """Trains a team by policy gradients: every agent gets the shared reward of the joint response (SPEC S9).
+    """Trains a team by policy gradients: every agent gets the shared reward of the joint response.
 
     The policy loss is ``-mean over responses of A_i * log pi_i(response_i | h_i)`` for each agent, on-policy, over all
     response tokens at temperature 1. The reward is the data module's ``reward_func``, or ``reward_model``.
@@ -193,8 +194,9 @@ class MARLModule(TeamModule):
     @override
     def step(self, batch: RolloutBatch, where: str) -> tuple[Tensor, Metrics]:
         # 1. Summed log-probabilities of the sampled responses, one forward per agent: (N, R).
-        scored = [self.team.score_responses(agent, rows) for agent, rows in enumerate(batch.agents)]
-        logps = torch.stack([responses.sums for responses in scored])
+        attached = self.critic is not None and self.critic.attached
+        scored = for_each_agent(self.team, lambda i: self._score(i, batch.agents[i], attached))
+        logps = torch.stack([sums for sums, *_ in scored])
         # 2. Each agent's policy loss, summed; the advantages are constants.
         policy = policy_gradient_losses(logps, batch.advantages.to(logps.dtype))
         policy_loss = (policy * batch.weights).sum() * batch.loss_scale
@@ -203,7 +205,7 @@ class MARLModule(TeamModule):
         loss = policy_loss
         # 3. The critics' loss.
         if self.critic is not None:
-            values = self._values([responses.states for responses in scored], batch.agents, batch.critic_rows)
+            values = self._values([states for _, *some in scored for states in some], batch.agents, batch.critic_rows)
             value_loss = self._value_loss(values, batch)
             loss = loss + self.value_loss_coef * value_loss
             quantities |= {f"critic {i}'s values": v for i, v in enumerate(values)}
@@ -211,6 +213,11 @@ class MARLModule(TeamModule):
         quantities |= {f"agent {i}'s advantages": a for i, a in enumerate(batch.advantages)}
         require_finite(loss, quantities, where)
         return loss, metrics if bool((batch.weights > 0).any()) else {}
+
+    def _score(self, agent: int, rows: TokenBatch, with_states: bool) -> tuple[Tensor, ...]:
+        """Summed log-probabilities of an agent's responses and, where critics read them, its hidden states."""
+        responses = self.team.score_responses(agent, rows)
+        return (responses.sums, responses.states) if with_states else (responses.sums,)
 
     def _values(self, states: list[Tensor], agents: list[TokenBatch], critic_rows: list[TokenBatch]) -> Tensor:
         """The critics' values, shape ``(C, R)``."""
@@ -246,7 +253,8 @@ class MARLModule(TeamModule):
             return None
         states = []
         if self.critic.attached:
-            states = [self.team.score_responses(agent, rows).states for agent, rows in enumerate(agents)]
+            scored = for_each_agent(self.team, lambda i: self._score(i, agents[i], with_states=True))
+            states = [states for _, states in scored]
         return self._values(states, agents, critic_rows)
 
     @property
@@ -259,14 +267,15 @@ class MARLModule(TeamModule):
         """KL of each response and how many of its tokens were clamped, both of shape ``(N, R)``; None without it."""
         if self.reference_kl is None:
             return None
-        kls, clamped = [], []
-        for agent, rows in enumerate(agents):
-            policy = self.team.score_responses(agent, rows)
-            reference = self._reference[0].score_responses(agent, rows)
-            kls.append(policy.sum_by_row(k3_kl(policy.token_logps, reference.token_logps)))
-            too_far = reference.token_logps - policy.token_logps > KL_EXPONENT_LIMIT
-            clamped.append(policy.sum_by_row(too_far.to(policy.token_logps.dtype)))
+        kls, clamped = zip(*for_each_agent(self.team, lambda i: self._kl(i, agents[i])), strict=True)
         return torch.stack(kls), torch.stack(clamped)
+
+    def _kl(self, agent: int, rows: TokenBatch) -> tuple[Tensor, Tensor]:
+        policy = self.team.score_responses(agent, rows)
+        reference = self._reference[0].score_responses(agent, rows)
+        too_far = reference.token_logps - policy.token_logps > KL_EXPONENT_LIMIT
+        kl = policy.sum_by_row(k3_kl(policy.token_logps, reference.token_logps))
+        return kl, policy.sum_by_row(too_far.to(policy.token_logps.dtype))
 
     def advantages(self, returns: Tensor, old_values: Tensor | None, scored: Tensor) -> Tensor:
         """Advantages of the global rollout batch.

@@ -17,7 +17,7 @@ _OPTIONAL_NUMBER_KEYS = ("target_raw_reward", "comparator_raw_reward")
 
 
 class RoundFileError(ValueError):
-    """A round file or record is damaged or does not have the format of SPEC S4."""
+    """A round file or record is damaged or does not have the format of one."""
 
 
 def pair_to_record(pair: PreferencePair) -> dict[str, Any]:

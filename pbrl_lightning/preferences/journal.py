@@ -1,4 +1,4 @@
-"""What a round's collection has brought so far: on disk before anything is built on it (SPEC S11)."""
+"""What a round's collection has brought so far: on disk before anything is built on it."""
 
 from __future__ import annotations
 

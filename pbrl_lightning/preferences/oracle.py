@@ -1,4 +1,4 @@
-"""The oracle: one checked number per joint response (SPEC S3)."""
+"""The oracle: one checked number per joint response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stored pairs a round trains on: a function of the rounds' sizes (SPEC S7)."""
+"""Which stored pairs a round trains on: a function of the rounds' sizes."""
 
 from __future__ import annotations
 

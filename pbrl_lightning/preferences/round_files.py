@@ -1,4 +1,4 @@
-"""Preference pairs on disk: the record, the round file and the store of a run's rounds (SPEC S4, S7)."""
+"""Preference pairs on disk: the record, the round file and the store of a run's rounds."""
 
 from __future__ import annotations
 

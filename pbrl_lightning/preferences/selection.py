@@ -1,4 +1,4 @@
-"""Which comparisons become preference pairs: pure functions of scores (SPEC S4)."""
+"""Which comparisons become preference pairs: pure functions of scores."""
 
 from __future__ import annotations
 

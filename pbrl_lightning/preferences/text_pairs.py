@@ -1,4 +1,4 @@
-"""Preference pairs from JSONL lines: records of SPEC S4 and the chosen/rejected formats of TRL."""
+"""Preference pairs from JSONL lines: our own records and the chosen/rejected formats of TRL."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def read_pair_lines(path: str | Path, render: Render | None = None) -> list[tupl
 
     A line that is not blank is one of
 
-    - a record of SPEC S4. A line that has all six keys a record must have is always read as one;
+    - a record of our own. A line that has all six keys a record must have is always read as one;
     - ``{"prompt": str, "chosen": str, "rejected": str}``. Without ``prompt`` it is empty and both whole texts are
       the completions;
     - the same with lists of messages, ``{"role": str, "content": str}``. Without ``prompt`` it is the messages that
-      both sides begin with.
+      both sides begin with. A text ``prompt`` beside messages is the user's message, and may be theirs, too; a text
+      ``chosen`` and ``rejected`` after messages are the assistant's.
 
     Further keys are ignored. A chosen/rejected pair is of one agent. Such a file holds no scores, so the winner's is
     1, the loser's 0 and the candidates' mean 0.5.
@@ -128,22 +129,36 @@ def _pair_of_sides(where: str, record: dict[str, Any], render: Render) -> Prefer
             raise RoundFileError(f"{where}: `{key}` must be a text or a list of messages, got {describe(value)}")
     if all(isinstance(value, str) for value in given.values()):
         prompt, winner, loser = given.get("prompt", ""), given["chosen"], given["rejected"]
-    elif all(isinstance(value, list) for value in given.values()):
-        messages = {key: _messages(where, key, value) for key, value in given.items()}
-        prompt, winner, loser = _render_sides(where, messages, render)
+    elif type(given["chosen"]) is not type(given["rejected"]):
+        kinds = ", ".join(f"`{key}` {type(given[key]).__name__}" for key in _SIDES)
+        raise RoundFileError(f"{where}: {_listed(_SIDES)} must be both texts or both lists of messages, got {kinds}")
     else:
-        kinds = ", ".join(f"`{key}` {type(value).__name__}" for key, value in given.items())
-        raise RoundFileError(
-            f"{where}: {_listed(given)} must be all texts or all lists of messages, got {kinds}; a `prompt` that "
-            "`chosen` and `rejected` begin with can be left out"
-        )
+        messages = {key: _messages(where, key, value) for key, value in given.items()}
+        if isinstance(given.get("prompt"), str):
+            _place_prompt(where, given["prompt"], messages)
+        prompt, winner, loser = _render_sides(where, messages, render)
     if winner == loser:
         raise RoundFileError(f"{where}: `chosen` and `rejected` must differ, got twice {describe(winner)}")
     return PreferencePair([prompt], [winner], [loser], winner_reward=1.0, loser_reward=0.0, candidate_reward_mean=0.5)
 
 
-def _messages(where: str, key: str, values: list[Any]) -> _Messages:
+def _place_prompt(where: str, prompt: str, messages: dict[str, _Messages]) -> None:
+    """A text prompt beside messages: left out where it is the user's message that both sides begin with."""
+    for key in _SIDES:
+        first = next((message for message in messages[key] if message["role"] != "system"), messages[key][0])
+        if first["role"] == "user":
+            if first["content"].strip() != prompt.strip():
+                raise RoundFileError(
+                    f"{where}: `prompt` is a text, and `{key}` begins with a user's message that is another one; leave "
+                    "out one of them"
+                )
+            messages.pop("prompt", None)
+
+
+def _messages(where: str, key: str, values: str | list[Any]) -> _Messages:
     """The messages of a side, without any further keys they have."""
+    if isinstance(values, str):
+        return [{"role": "user" if key == "prompt" else "assistant", "content": values}]
     if not values:
         raise RoundFileError(f"{where}: `{key}` must have at least one message, got none")
     for index, value in enumerate(values):

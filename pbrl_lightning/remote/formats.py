@@ -43,7 +43,7 @@ class ApiRequest:
         item: The task item.
     """
 
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, Any]]
     num_candidates: int = 1
     max_new_tokens: int = 256
     temperature: float = 0.6
@@ -57,7 +57,8 @@ class ApiRequest:
         """True if a message has no text; several providers refuse such a request."""
         if isinstance(self.prompt, str):
             return not self.prompt.strip()
-        return not self.prompt or any(not message["content"].strip() for message in self.prompt)
+        said = [message["content"].strip() or message.get("tool_calls") for message in self.prompt]
+        return not said or not all(said)
 
 
 def request_body(endpoint: ApiEndpoint, request: ApiRequest, num_candidates: int) -> dict[str, Any]:
@@ -166,7 +167,7 @@ _BODIES: dict[ApiKind, Callable[[ApiRequest, int], dict[str, Any]]] = {
 }
 
 
-def _messages(request: ApiRequest) -> list[dict[str, str]]:
+def _messages(request: ApiRequest) -> list[dict[str, Any]]:
     return [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
 
 

@@ -1,0 +1,51 @@
+"""Attention of our own in place of a transformers model's: who may have it, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from pbrl_lightning.agents.forward import accepts
+
+T = TypeVar("T")
+
+
+def may_exchange_attention(decoder: nn.Module, width: int) -> bool:
+    """True if nothing in its configuration speaks against an attention of ours for rows of this width."""
+    if not isinstance(decoder, PreTrainedModel) or not accepts(decoder, "position_ids"):
+        return False
+    config: Any = decoder.config.get_text_config()
+    window = getattr(config, "sliding_window", None) or width
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    if not kinds <= {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and window < width):
+        return False
+    return getattr(config, "_attn_implementation", "eager") in ("eager", "sdpa")
+
+
+@contextmanager
+def attention_exchanged(model: Any, name: str, told: ContextVar[T], value: T) -> Iterator[None]:
+    """Lets the model's layers call the attention registered under ``name``, which reads ``value`` from ``told``."""
+    config = model.config.get_text_config()
+    earlier, token = config._attn_implementation, told.set(value)
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = earlier
+        told.reset(token)
+
+
+def check_options(options: dict[str, Any], *, masked: bool) -> None:
+    """Refuses what an attention of ours does not know.
+
+    Raises:
+        ValueError: If a layer passes a mask, attention sinks or a bias of positions.
+    """
+    unknown = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
+    if unknown or masked:
+        raise ValueError(f"attention with {unknown or 'a mask'} cannot be exchanged")

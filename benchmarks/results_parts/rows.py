@@ -92,10 +92,7 @@ REPLAYS: Final = {
     "NearestKReplay": (_class("data.replay", "NearestKReplay", k=3),),
 }
 API_BUDGET: Final = ("--model.init_args.num_iterations=10", "--data.num_candidates=20", EVERY_PAIR)
-MARLHF: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
-    "MARLHF": ("results/tiny_marlhf", ()),
-    "iterative MARLHF": ("results/tiny_marlhf_iter", ()),
-}
+MARLHF: Final = {"MARLHF": "results/tiny_marlhf", "iterative MARLHF": "results/tiny_marlhf_iter"}
 POLICY: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "MAGRPO": ("debug/marl_magrpo", ()),
     "MAREINFORCE": ("debug/marl_mareinforce", ()),
@@ -129,7 +126,9 @@ def _coordination(table: str, reward: str) -> list[Row]:
         for name, given in COMPARATORS.items()
     }
     rounds = compared["CurrentComparator"]
-    marlhf = [row(title, config, *given, group="MARLHF") for title, (config, given) in MARLHF.items()]
+    marlhf = [
+        row(title, config, *(by_gap if title == "MARLHF" else ()), group="MARLHF") for title, config in MARLHF.items()
+    ]
     controls = [once, rounds, *marlhf]
     return [
         once,

@@ -10,6 +10,11 @@ WHY: Final[dict[str, str]] = {
         "any of them, so each agent alone finds the same letters among its winners as among its losers, and nothing "
         "tells it which one to say. In rounds each collection starts from what the last one happened to favour."
     ),
+    "sparse/MARLHF": (
+        "its policy finds what the reward model gets wrong. Fitted once, to pairs of the untrained team, the model is "
+        "right on 86 % of other such pairs (seed 0); as the policy learns, the model's reward of what it says rises "
+        "from -2.9 to 2.5, and the task's falls. In rounds, below, pairs of the learned policy put the model right."
+    ),
     "sparse/MAReMax": (
         "its advantage is never above 0: it pushes down what was sampled below the best of its group, and pulls up "
         "nothing. It must sample without a top-k filter ([policy learning](policy_learning.md)), and then the "

@@ -100,8 +100,8 @@ MUTANTS = [
     Mutant(
         "recomputed layers of packed rows without their attention",
         "agents/packing.py",
-        "return first, _both(second, self.reading(decoder))",
-        "return first, second",
+        "_Both(lambda: contexts()[1], lambda: self.reading(decoder))",
+        "contexts()[1]",
         "tests/test_packing.py",
     ),
     Mutant(

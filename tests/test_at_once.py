@@ -7,7 +7,9 @@ import time
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+from helpers import tiny, tiny_tokenizer
 from pbrl_lightning import AgentTeam, AttachedCritics, LoraOptions, MADPOModule, MARLModule, ReferenceKL
 from pbrl_lightning.agents import at_once
 from pbrl_lightning.agents.at_once import for_each_agent, in_threads
@@ -104,6 +106,18 @@ def test_what_two_threads_find_together_one_thread_finds(case, times, threads_se
     # Each agent had one thread both times: bit for bit the same, gradients that accumulate too.
     assert_same(alone, together)
     assert len(alone[1]) == sum(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_models_with_one_configuration_take_turns(two_threads, threads_seen):
+    """An attention is exchanged by way of the configuration, and each would see the other's."""
+    config = tiny("llama").config
+    models = [LlamaForCausalLM(config).double().eval() for _ in range(2)]
+    assert models[0].config is models[1].config
+    team = AgentTeam(models, tokenizers=tiny_tokenizer()).load()
+    for_each_agent(team, lambda agent: (team.response_logps(agent, rows(agent)),))
+    assert {thread for thread, _ in threads_seen} <= {threading.get_ident()}
+    assert at_once._separate_models(full_team()) == 3
+    assert at_once._separate_models(team) == 1
 
 
 def test_gradients_of_chosen_weights(two_threads):

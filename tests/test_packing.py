@@ -174,6 +174,70 @@ def test_a_model_with_an_attention_of_its_own_is_found_out_and_named(packs, monk
     assert not lay_out(decoder, batch()).spans  # and says so once
 
 
+def forwards(decoder, rows):
+    """How often a decoder is called to lay rows out."""
+    calls = []
+    hook = decoder.register_forward_pre_hook(lambda *_: calls.append(1))
+    lay_out(decoder, rows)
+    hook.remove()
+    return len(calls)
+
+
+def test_in_a_sharded_run_all_processes_try_it_whatever_their_rows_are(monkeypatch):
+    short, one = make_batch([[1, 2], [3, 4]], [[5], [6]]), make_batch([[1, 2]], [[3]])
+    long = make_batch([LONG, LONG], [[5], [6]])
+    for sharded, expected in ((True, [2, 2, 2]), (False, [0, 0, 0])):
+        monkeypatch.setattr(packing, "in_shares", lambda _, sharded=sharded: sharded)
+        models = [tiny("gemma2", torch.float32, sliding_window=8).base_model for _ in range(3)]
+        assert [forwards(model, rows) for model, rows in zip(models, (short, one, long), strict=True)] == expected
+
+
+def test_a_model_in_train_mode_reads_rows_as_they_are_and_is_tried_later(packs):
+    packs(True)
+    decoder = tiny("gpt2", resid_pdrop=0.1).base_model
+    assert not lay_out(decoder.train(), batch()).spans
+    assert lay_out(decoder.eval(), batch()).spans
+
+
+def test_few_tokens_in_all_are_enough_for_the_trial(packs):
+    packs(True)
+    rows = make_batch([[1, 2, 3, 4] * 5] * 3, [[5], [6], [7]])
+    assert lay_out(tiny("llama", vocab_size=8).base_model, rows).spans
+
+
+def test_rows_without_a_token(packs):
+    packs(True)
+    rows = make_batch([[], [], []], [[], [], []], extra_padding=4)
+    assert response_logps(tiny("llama"), rows).sums.tolist() == [0, 0, 0]
+
+
+def test_the_first_token_of_a_text_without_a_prompt_is_not_scored_on_either_side(packs):
+    model, found = tiny("llama"), []
+    rows = make_batch([[], LONG, LONG], [[4, 5, 6], [7], [8, 9]])
+    shifts = (~rows.attention_mask).sum(1).tolist()
+    rolled = [
+        torch.stack([row.roll(shift) for row, shift in zip(column, shifts, strict=True)])
+        for column in (rows.input_ids, rows.attention_mask, rows.response_mask)
+    ]
+    for on in (False, True):
+        packs(on)
+        found += [response_logps(model, some).sums for some in (rows, type(rows)(*rolled))]
+    for other in found[1:]:
+        assert_close(other, found[0], 1e-9)
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_retained_graph_is_computed_again_and_again(packs, on, lora):
+    packs(on)
+    team = perturb(make_team(lora=lora, dtype="float64", gradient_checkpointing=True).load(), 1)
+    sums = team.response_logps(0, batch()).sum()
+    parameters = [p for p in team.agent_parameters(0).values() if p.requires_grad]
+    first, second = (torch.autograd.grad(sums, parameters, retain_graph=True, allow_unused=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_adapters_and_checkpointing_under_packing(packs, checkpointing):
     team = perturb(make_team(lora=True, dtype="float64", gradient_checkpointing=checkpointing).load(), 1)

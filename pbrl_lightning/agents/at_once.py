@@ -78,12 +78,16 @@ def for_each_agent(team: AgentTeam, compute: Callable[[int], tuple[Tensor, ...]]
 
 
 def _separate_models(team: AgentTeam) -> int:
-    """How many models may compute at once: one, if any is shared, not on the CPU, or of a run of several processes."""
+    """How many models may compute at once: one, if any is shared, not on the CPU, or of a run of several processes.
+
+    A shared configuration counts as a shared model: attention is exchanged by way of it.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return 1
     models = [team.model(agent) for agent in range(team.num_agents)]
     on_cpu = all(parameter.device.type == "cpu" for model in models for parameter in model.parameters())
-    return len(models) if on_cpu and len(set(map(id, models))) == len(models) else 1
+    apart = all(len(set(map(id, own))) == len(own) for own in (models, [getattr(m, "config", m) for m in models]))
+    return len(models) if on_cpu and apart else 1
 
 
 def _as_here() -> Callable[[Callable[[], T]], T]:

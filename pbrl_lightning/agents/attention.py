@@ -44,8 +44,9 @@ def check_options(options: dict[str, Any], *, masked: bool) -> None:
     """Refuses what an attention of ours does not know.
 
     Raises:
-        ValueError: If a layer passes a mask, attention sinks or a bias of positions.
+        ValueError: If a layer passes a mask, attention sinks, a bias of positions or a dropout.
     """
     unknown = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
+    unknown += ["dropout"] if options.get("dropout") else []
     if unknown or masked:
         raise ValueError(f"attention with {unknown or 'a mask'} cannot be exchanged")

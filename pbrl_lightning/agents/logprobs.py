@@ -104,12 +104,14 @@ def response_logps(
     contexts = layout.recomputing(decoder, layer_context) if layer_context else None
     with checkpointed_layers(model, contexts) if contexts else nullcontext(), layout.reading(decoder):
         split = SplitForward(model, **inputs)
-    predicted = scored_tokens(batch.response_mask, score_last_token)[:, 1:]
+    # A text's first token is predicted from nothing.
+    predicted = scored_tokens(batch.response_mask, score_last_token)[:, 1:] & batch.attention_mask[:, :-1].bool()
     rows, columns = predicted.nonzero(as_tuple=True)
     # The token in column t + 1 is predicted from the state in column t.
     states = layout.pick(split.states, rows, columns)
     targets = batch.input_ids[rows, columns + 1]
-    token_logps = _token_logps(split, states, targets, _chunk_length(model, split, logit_budget), head_context)
+    chunk, head_contexts = _chunk_length(model, split, logit_budget), layout.recomputing(decoder, head_context)
+    token_logps = _token_logps(split, states, targets, chunk, head_contexts)
     return ResponseLogps(token_logps, rows, split.states, layout)
 
 

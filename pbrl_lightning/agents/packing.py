@@ -7,11 +7,12 @@ only, so that every hidden state is the one of an unpacked row, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import takewhile
+from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from pbrl_lightning.agents.attention import attention_exchanged, check_options, may_exchange_attention
 from pbrl_lightning.agents.forward import ContextPair, accepts
@@ -56,19 +57,25 @@ class Layout:
         return attention_exchanged(decoder, _ATTENTION, _READ, self.spans) if self.spans else nullcontext()
 
     def recomputing(self, decoder: nn.Module, contexts: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
-        """Contexts of checkpointed layers, whose second forward needs to be surrounded too."""
-
-        def surrounded() -> ContextPair:
-            first, second = contexts()
-            return first, _both(second, self.reading(decoder))
-
-        return surrounded
+        """Contexts of what is checkpointed: the decoder's second forward needs to be surrounded too."""
+        return lambda: (contexts()[0], _Both(lambda: contexts()[1], lambda: self.reading(decoder)))
 
 
-@contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield
+class _Both:
+    """Two contexts, made anew each time: of a retained graph layers are computed more than once more."""
+
+    def __init__(self, *make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        for make in self._make:
+            self._entered.enter_context(make())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._entered.__exit__(kind, error, trace)
 
 
 def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
@@ -78,15 +85,21 @@ def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
         decoder: Maps the inputs to hidden states, as a tuple's first entry.
         batch: ``R`` rows, padded on either side.
     """
-    count, width = batch.input_ids.shape
+    device, (count, width) = batch.input_ids.device, batch.input_ids.shape
+    # In train mode dropout would be told nothing of packs, and no trial says anything.
+    if decoder.training or not isinstance(decoder, PreTrainedModel):
+        return _as_it_is(decoder, batch)
+    # The processes of a sharded run must run the same forwards, so there it is tried now, whatever this one's rows are.
+    if in_shares(decoder) and not _packs_truly(decoder, device):
+        return _as_it_is(decoder, batch)
     if count < 2 or not may_exchange_attention(decoder, width):
         return _as_it_is(decoder, batch)
     rows = _Rows.of(batch)
     packs = rows.packs()
-    pays = sum(pack.width for pack in packs) < 0.95 * count * width
-    # The processes of a sharded run must run the same forwards, so there it is looked at whether it pays now or not.
-    possible = (pays or in_shares(decoder)) and _packs_truly(decoder, batch.input_ids.device)
-    return _packed(batch, rows, packs) if possible and pays else _as_it_is(decoder, batch)
+    tokens = sum(pack.width for pack in packs)
+    # Each pack costs calls of its own in every layer, at least as much as a token.
+    pays = tokens > 0 and tokens + len(packs) < 0.95 * count * width
+    return _packed(batch, rows, packs) if pays and _packs_truly(decoder, device) else _as_it_is(decoder, batch)
 
 
 @dataclass
@@ -121,7 +134,7 @@ class _Span:
     masks: list[Tensor]
 
     @classmethod
-    def of(cls, pack: _Pack, device: torch.device) -> _Span:
+    def of(cls, pack: _Pack, masks: _Masks) -> _Span:
         shared = pack.shared
         first, *others = [len(rest) for rest in pack.rests if rest] or [0]
         # Scores between the responses of a group are computed for nothing, and each group reads what is shared again.
@@ -131,14 +144,22 @@ class _Span:
             if not groups or sum(groups[-1]) + length > most:
                 groups.append([])
             groups[-1].append(length)
-        masks = [_group_mask(shared, group).to(device) for group in groups]
-        return cls(shared, [shared + first, *map(sum, groups)], masks)
+        return cls(shared, [shared + first, *map(sum, groups)], [masks.of(shared, tuple(group)) for group in groups])
 
 
-def _group_mask(shared: int, lengths: list[int]) -> Tensor:
-    """Each rest of a group sees what is shared and, causally, itself."""
-    own = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()
-    return torch.cat([torch.ones(len(own), shared, dtype=torch.bool), own], 1)
+class _Masks:
+    """Each rest of a group sees what is shared and, causally, itself; groups of the same lengths have one mask."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+
+    def of(self, shared: int, lengths: tuple[int, ...]) -> Tensor:
+        if (shared, lengths) not in self._made:
+            own = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()
+            mask = torch.cat([torch.ones(len(own), shared, dtype=torch.bool), own], 1)
+            self._made[shared, lengths] = mask.to(self._device)
+        return self._made[shared, lengths]
 
 
 @dataclass
@@ -200,7 +221,8 @@ def _packed(batch: TokenBatch, rows: _Rows, packs: list[_Pack]) -> Layout:
         "attention_mask": None,
         "position_ids": torch.tensor([positions], device=device),
     }
-    spans = [_Span.of(pack, device) for pack in packs if pack.width]
+    masks = _Masks(device)
+    spans = [_Span.of(pack, masks) for pack in packs if pack.width]
     column = column.to(device)
     return Layout(inputs, torch.zeros_like(column), column, spans)
 
@@ -282,9 +304,10 @@ def _as_it_is(decoder: nn.Module, batch: TokenBatch) -> Layout:
 def _packs_truly(decoder: nn.Module, device: torch.device) -> bool:
     """Whether the decoder gives the same states for packed rows: looked at once, on three short ones."""
     if decoder not in _PACKS:
-        rows = _Rows([(1, 2, 3), (1, 2, 3), (8, 9, 5)], [(4, 5), (6, 7), (6, 4)], [0, 0, 0])
-        ids = torch.tensor([[*p, *r] for p, r in zip(rows.prompts, rows.responses, strict=True)])
+        config: Any = decoder.config
+        ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [8, 9, 5, 6, 4]]) % config.get_text_config().vocab_size
         small = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(5).expand(3, 5) >= 3).to(device)
+        rows = _Rows.of(small)
         packed, plain = _packed(small, rows, rows.packs()), _as_it_is(decoder, small)
         places = small.attention_mask.nonzero(as_tuple=True)
         limit = 0.05 if torch.finfo(next(decoder.parameters()).dtype).bits == 16 else 1e-3

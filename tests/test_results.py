@@ -128,6 +128,7 @@ def test_the_server_answers_by_role_and_anew():
     assert first != second
 
 
+@pytest.mark.slow
 def test_a_run_is_made_once(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/results.py"), "--results", str(tmp_path / "r.json"), "--no-page"]
     command += ["--only", "dense/iterative_MADPO_ApiComparator", "--seeds", "7", "--model.init_args.num_iterations=1"]

@@ -25,5 +25,9 @@ WHY: Final[dict[str, str]] = {
         "pairs. With five epochs of it instead of two the policy went on to what the reward model gets wrong "
         "(seed 0: from 1.27 to 1.10)."
     ),
+    "writing/iterative_MARLHF": (
+        "as above: two rounds with a reward model of 36 and then 72 pairs, each followed by a few policy updates. The "
+        "tiny team's rows have hundreds of times as many responses; MADPO learns from as few pairs as these."
+    ),
 }
 """By the row's name."""

@@ -21,7 +21,7 @@ from pbrl_lightning.agents.adapters import (
     kept_precise,
     merge_adapter,
 )
-from pbrl_lightning.agents.forward import ContextPair, checkpointed_layers
+from pbrl_lightning.agents.forward import checkpointed_layers
 from pbrl_lightning.agents.loading import (
     context_length_of,
     load_tokenizer_of,
@@ -175,9 +175,8 @@ class ScalarModel(nn.Module):
         else:
             self.classifier, weight, self._tokenizer = self._load_own()
         decoder = self._decoder
-        self.head = ScalarHead(
-            decoder.config.get_text_config().hidden_size, head_dtype(self._like()), self._like().device
-        )
+        like = self._like()
+        self.head = ScalarHead(decoder.config.get_text_config().hidden_size, head_dtype(like), like.device)
         if weight is not None:
             self.head.weight.data.copy_(weight)
             self.fitted = True
@@ -364,13 +363,9 @@ class ScalarModel(nn.Module):
                 "the next, and name the saved directory"
             )
         decoder, mask = self._decoder, rows.attention_mask
-
-        def contexts() -> ContextPair:
-            return nullcontext(), self._active()
-
         with self._active():
             layout = lay_out(decoder, rows)
-            recomputing = layout.recomputing(decoder, contexts)
+            recomputing = layout.recomputing(decoder, lambda: (nullcontext(), self._active()))
             checkpointing = checkpointed_layers(decoder, recomputing) if self.gradient_checkpointing else nullcontext()
             with checkpointing, layout.reading(decoder):
                 states = decoder(**layout.inputs, use_cache=False)[0]

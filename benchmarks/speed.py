@@ -6,12 +6,12 @@ Measures collections, updates, policy steps, whole rounds, the memory of teams a
 SmolLM2-135M with two agents, 4 items, 48 new tokens per response (EOS disabled), prompts of about 17 and 299 tokens.
 Prints a table and writes it, with every single time, as JSON. With the peer it takes most of an hour on two cores.
 
-Columns: *seconds* is the median of one call after one to warm up. *of the limit* is useful FLOP/s over the rate of the
-same matrix products in the same minute (`speed_parts/limit.py` defines both). *peer* is CoMLRL 1.4.3 on the same items,
-prompts, lengths and candidate counts in fp32, run by the interpreter that `--peer` names, in turns with ours; *ratio*
-is how many times as good as the peer we are (time, or peak memory). Precisions: *bf16* holds the weights in bfloat16,
-*mixed* float32 weights with matrix products in bfloat16, in training (autocast) and in sampling (`sampling.dtype`);
-their ratio is to the peer's fp32.
+Columns: *seconds* is the median of the timed calls, of which there are others before to warm up; what takes seconds is
+timed three times at least. *of the limit* is useful FLOP/s over the rate of the same matrix products in the same minute
+(`speed_parts/limit.py` defines both). *peer* is CoMLRL 1.4.3 on the same items, prompts, lengths and candidate counts
+in fp32, run by the interpreter that `--peer` names, in turns with ours; *ratio* is how many times as good as the peer
+we are (time, or peak memory). Precisions: *bf16* holds the weights in bfloat16, *mixed* float32 weights with matrix
+products in bfloat16, in training (autocast) and in sampling (`sampling.dtype`); their ratio is to the peer's fp32.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from speed_parts.rows import Turns
 from speed_parts.workload import Workload
 
 PAIRS_PER_ITEM = 4
+ENOUGH_CALLS, ENOUGH_SECONDS = 3, 20.0
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,15 @@ class Bench:
         self.known_peer[key] = turns.peers
         return turns
 
-    def repeat(self, turns: Turns, ours: Callable[[], object], warm_up: bool) -> Turns:
-        """Adds our calls; to warm up, after one more on both sides."""
-        if warm_up:
+    def repeat(self, turns: Turns, ours: Callable[[], object], warm_up: int) -> Turns:
+        """Adds our calls: ``repeats``, and more of what takes seconds; after some on both sides to warm up."""
+        for _ in range(warm_up):
             ours()
             turns.warm_up()
-        for _ in range(self.repeats):
-            turns.add(seconds_of(ours))
+        spent, calls = 0.0, 0
+        while calls < self.repeats or (calls < ENOUGH_CALLS and spent < ENOUGH_SECONDS):
+            spent += turns.add(seconds_of(ours))
+            calls += 1
         return turns
 
 

@@ -22,6 +22,8 @@ from speed_parts.rows import Row, Rows
 from speed_parts.shared import reward
 from speed_parts.workload import DTYPES, pair_records
 
+WARM_UP = {"short": 2, "long": 1}
+"""Calls before updates are timed: in the first ones the process takes its memory, page by page."""
 CANDIDATES = {"few": "num_candidates", "many": "many_candidates"}
 
 
@@ -31,10 +33,10 @@ def sampling(bench: Bench) -> Rows:
         team = bench.work.team(variant.precision, lora=variant.lora)
         counts = [getattr(bench.work, CANDIDATES[name]) for name in bench.candidates]
         for number, (length, count) in enumerate(itertools.product(bench.lengths, counts)):
-            yield _sampling_row(bench, variant, team, length, count, warm_up=number == 0)
+            yield _sampling_row(bench, variant, team, length, count, warm_up=int(number == 0))
 
 
-def _sampling_row(bench: Bench, variant: Variant, team: AgentTeam, length: str, count: int, warm_up: bool) -> Row:
+def _sampling_row(bench: Bench, variant: Variant, team: AgentTeam, length: str, count: int, warm_up: int) -> Row:
     work = bench.work
     items, rounds = work.items(team, length), itertools.count(1)
     lengths = prompt_lengths(team, work, items)
@@ -116,7 +118,7 @@ def _madpo_row(
         scored = responses * (bench.work.new_tokens - 1)  # MADPO leaves out the last token
         products.append((matrices, [Products(read, scored, passes)]))
     turns = bench.turns(variant, products, "madpo", pairs=pair_records(pairs))
-    bench.repeat(turns, partial(update, pair_batch(module, pairs)), warm_up=True)
+    bench.repeat(turns, partial(update, pair_batch(module, pairs)), WARM_UP[length])
     return turns.row(f"MADPO update {length} {variant}{', items apart' * apart}", len(pairs), "pairs/s")
 
 
@@ -145,7 +147,7 @@ def _reward_model_row(
     rows, _ = _distinct(tokens, 0)
     matrices = Matrices(team.model(0), torch.float32 if variant.precision == "fp32" else torch.bfloat16)
     turns = bench.turns(variant, [(matrices, [Products(rows, 0, TRAINED)])], "reward", pairs=pair_records(pairs))
-    bench.repeat(turns, partial(update, pair_batch(module, pairs)), warm_up=True)
+    bench.repeat(turns, partial(update, pair_batch(module, pairs)), WARM_UP[length])
     return turns.row(f"reward model update {length} {variant}{', items apart' * apart}", len(pairs), "pairs/s")
 
 
@@ -155,11 +157,11 @@ def policy(bench: Bench) -> Rows:
         module = MARLModule(bench.work.team(variant.precision), num_generations=bench.work.num_generations)
         update = update_of(module, variant)
         for number, length in enumerate(bench.lengths):
-            yield _policy_row(bench, variant, module, update, length, warm_up=number == 0)
+            yield _policy_row(bench, variant, module, update, length, warm_up=int(number == 0))
 
 
 def _policy_row(
-    bench: Bench, variant: Variant, module: MARLModule, update: Callable[[Any], None], length: str, warm_up: bool
+    bench: Bench, variant: Variant, module: MARLModule, update: Callable[[Any], None], length: str, warm_up: int
 ) -> Row:
     work, team, count = bench.work, module.team, module.num_generations
     items, epochs = work.items(team, length), itertools.count()

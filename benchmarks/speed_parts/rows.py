@@ -69,12 +69,13 @@ class Turns:
         if self._theirs is not None:
             self._theirs()
 
-    def add(self, seconds: float) -> None:
-        """Takes the time of one of our calls, and measures the others now."""
+    def add(self, seconds: float) -> float:
+        """Takes the time of one of our calls, measures the others now, and gives it back."""
         self._ours.append(seconds)
         self._limits.append(sum(matrices.seconds(some) for matrices, some in self._products))
         if self._theirs is not None:
             self.peers.append(self._theirs())
+        return seconds
 
     def row(self, name: str, amount: float, unit: str, *, note: str = "", extra: dict[str, Any] | None = None) -> Row:
         """The row.

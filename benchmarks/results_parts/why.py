@@ -26,8 +26,8 @@ WHY: Final[dict[str, str]] = {
         "(seed 0: from 1.27 to 1.10)."
     ),
     "writing/iterative_MARLHF": (
-        "as above: two rounds with a reward model of 36 and then 72 pairs, each followed by a few policy updates. The "
-        "tiny team's rows have hundreds of times as many responses; MADPO learns from as few pairs as these."
+        "as above: two rounds, each with a reward model of 36 pairs and six policy updates after it. The tiny team's "
+        "row has eighty times as many responses; MADPO learns from as few pairs as these."
     ),
 }
 """By the row's name."""

@@ -368,6 +368,7 @@ def test_a_killed_run_pays_for_nothing_twice(tmp_path, nursery, api_format, roun
     assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["items.jsonl"]  # no journal is left
 
 
+@pytest.mark.slow
 def test_a_key_is_told_to_the_server_and_to_nobody_else(tmp_path, nursery, monkeypatch, caplog):
     (start, wait), told = nursery, {}
     keys = {name: f"sk-canary-{secrets.token_hex(16)}" for name in ("CANARY_KEY", "CANARY_TEAM")}

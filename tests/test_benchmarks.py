@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_quickstart_seeds_with_the_tiny_team(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/quickstart_seeds.py"), "--seeds", "3", "--json", "rows.json"]
     command += ["--config", str(ROOT / "configs/debug/madpo_iter.yaml"), "--model.init_args.num_iterations=2"]
@@ -24,6 +25,7 @@ def test_quickstart_seeds_with_the_tiny_team(tmp_path):
     assert rows[0]["after"] != rows[1]["after"]
 
 
+@pytest.mark.slow
 def test_api_concurrency_with_a_quick_server():
     command = [sys.executable, str(ROOT / "benchmarks/api_concurrency.py"), "--latency", "0.05", "--candidates", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

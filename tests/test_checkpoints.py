@@ -119,6 +119,7 @@ def test_fault_B90_the_newest_whole_checkpoint_is_found(tmp_path):
         newest_checkpoint(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_the_command_line_resumes_from_a_runs_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = str(Path(__file__).parent.parent / "configs/debug/madpo_iter.yaml")

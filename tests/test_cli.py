@@ -53,6 +53,7 @@ def test_every_config_goes_through_the_cli(config, tmp_path, monkeypatch):
         main(["fit", "--config", str(config), *options])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["marlhf", "marlhf_iter"])
 def test_both_phases_of_a_config_run_and_export(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -77,6 +78,7 @@ def run_files(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_fault_B81_the_saved_config_reproduces_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = ["--model.init_args.num_iterations=2", "--data.num_candidates=4"]
@@ -88,6 +90,7 @@ def test_fault_B81_the_saved_config_reproduces_the_run(tmp_path, monkeypatch):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_fault_B81_a_config_of_lists_adapters_and_callbacks_goes_round(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = [
@@ -118,6 +121,7 @@ def test_fault_B81_a_config_of_lists_adapters_and_callbacks_goes_round(tmp_path,
         assert one.read_bytes() == two.read_bytes(), name
 
 
+@pytest.mark.slow
 def test_fault_B82_fit_validate_and_resume_in_one_directory_lose_no_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = [
@@ -139,6 +143,7 @@ def test_fault_B82_fit_validate_and_resume_in_one_directory_lose_no_config(tmp_p
     assert (tmp_path / "run/one/replay/iteration_0002.json").exists()
 
 
+@pytest.mark.slow
 def test_a_reward_of_the_users_own_from_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def score(*completions, prompts, batch_items):\n"
@@ -156,6 +161,7 @@ def test_a_reward_of_the_users_own_from_the_working_directory(tmp_path, monkeypa
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_validate_scores_saved_agents(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = str(ROOT / "configs/debug/madpo_iter.yaml")
@@ -211,6 +217,7 @@ def test_help_is_useful(capsys):
     assert "configs/quickstart.yaml" in printed
 
 
+@pytest.mark.slow
 def test_fault_B81_saved_configs_hold_class_paths_not_objects(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["fit", "--config", str(ROOT / "configs/madpo_iter.yaml"), *TINY, "--model.init_args.num_iterations=1"])

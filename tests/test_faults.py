@@ -190,6 +190,7 @@ def test_fault_B24_one_candidate_is_an_error_or_compared_with_the_comparator(tmp
     assert all(math.isfinite(float(value)) for row in logged_rows(tmp_path) for value in row.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_fault_B36_half_precision_numbers_reach_logs_files_and_checkpoints(tmp_path, precision, lora):

@@ -330,6 +330,7 @@ def test_files_that_cannot_be_fitted_are_refused_before_the_model_is_loaded(tmp_
 # Checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_fault_B65_B79_B80_a_run_resumed_inside_an_epoch_ends_the_same(tmp_path, lora):
     path = write_pairs(tmp_path / "p.json", make_pairs(1))
@@ -381,6 +382,7 @@ def counted_pairs(count, seed, per_item=8):
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # a random one knows little
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "learning_rate"), [(None, 1e-3), (LoraOptions(target_modules=ADAPTED), 3e-3)], ids=["full", "lora"]
 )

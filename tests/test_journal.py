@@ -150,6 +150,7 @@ def fingerprints():
 """
 
 
+@pytest.mark.slow
 def test_fingerprints_are_equal_in_every_process_until_the_source_changes(tmp_path, monkeypatch):
     (path := tmp_path / "fingerprint_parts.py").write_text(PARTS)
     command = [sys.executable, "-c", "import fingerprint_parts as p; print(*p.fingerprints())"]
@@ -391,6 +392,7 @@ def make_marlhf(team, rounds):
 MARLHF = {"make": make_marlhf, "pairs_per_sample": 1, "preference_scoring_reward": "reward_model"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, MARLHF], ids=["madpo", "marlhf"])
 def test_resumed_from_the_checkpoint_of_each_round(tmp_path, kind):
     whole = start(tmp_path / "whole", Paid(log := []), rounds=3, **kind)

@@ -15,6 +15,7 @@ def success(data, team):
 ADAPTED = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"]  # a random backbone has little to steer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "learning_rate"),
     [(None, 1e-3), (LoraOptions(r=16, target_modules=ADAPTED), 3e-3)],

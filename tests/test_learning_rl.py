@@ -54,6 +54,7 @@ BUDGETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUDGETS)
 def test_policy_gradients_on_the_task_reward_solve_the_coordination_task(tmp_path, name):
     budget = {key: value() if callable(value) else value for key, value in BUDGETS[name].items()}

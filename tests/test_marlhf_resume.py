@@ -154,6 +154,7 @@ def whole_runs(tmp_path_factory):
 # -- plain resume --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -197,6 +198,7 @@ def test_stopped_and_resumed_twice(tmp_path, whole_runs):
     assert reward.calls == calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", [1, 2, 3])
 def test_fault_B83_resumed_around_a_round_without_pairs(tmp_path, empty):
     ties = range(ITEM_CALLS * (empty - 1), ITEM_CALLS * empty)
@@ -217,6 +219,7 @@ def test_fault_B83_resumed_around_a_round_without_pairs(tmp_path, empty):
         assert stopped[3].starts() + resumed[3].starts() == ["start 1", "start 2", "start 3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["collected", "files"])
 def test_a_base_run_is_resumed_without_collecting_again(tmp_path, whole_runs, source):
     *_, source_root = whole_runs("full")
@@ -238,6 +241,7 @@ def test_a_base_run_is_resumed_without_collecting_again(tmp_path, whole_runs, so
         assert calls == 0
 
 
+@pytest.mark.slow
 def test_fault_B69_counters_and_evaluations_go_on(tmp_path):
     def run(name, callbacks=(), checkpoint=None):
         evaluation, data = JointEvaluation(interval=2), some_data(CountingReward(), eval_items=EVAL_ITEMS)
@@ -255,6 +259,7 @@ def test_fault_B69_counters_and_evaluations_go_on(tmp_path):
         assert other.results == evaluation.results
 
 
+@pytest.mark.slow
 def test_a_second_fit_of_the_same_objects_is_a_run_of_its_own(tmp_path):
     module, data, found = make_marlhf(), some_data(CountingReward(), eval_items=EVAL_ITEMS), []
     for name in "ab":
@@ -310,6 +315,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_plain_transformers_and_peft_load_the_export(tmp_path, whole_runs):
     runs, expected = [whole_runs("full"), whole_runs("maac")], []
     ids = torch.tensor([[70, 80, 90]])
@@ -329,6 +335,7 @@ def test_plain_transformers_and_peft_load_the_export(tmp_path, whole_runs):
 # -- evaluation, clipping, logs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_evaluation_counts_policy_updates_alone_and_changes_nothing(tmp_path):
     evaluation, reward = JointEvaluation(interval=2), CountingReward()
     run = fit(tmp_path / "a", make_marlhf(), some_data(reward, eval_items=EVAL_ITEMS), [evaluation])
@@ -350,6 +357,7 @@ def test_fault_B71_B72_clipping_is_per_group(tmp_path):
     assert watch.clipped == expected
 
 
+@pytest.mark.slow
 def test_fault_B37_everything_is_in_one_log(tmp_path):
     loggers = [CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="board")]
     data = some_data(CountingReward(), eval_items=EVAL_ITEMS)

@@ -363,6 +363,7 @@ def test_the_hubs_names_stand_in_the_head_of_a_card(tmp_path):
 # -- what a card does not change -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_come_first_and_a_card_that_fails_is_only_warned_of(tmp_path, monkeypatch):
     def run(name, **options):
         team = make_team(True)
@@ -391,6 +392,7 @@ def test_a_team_that_is_saved_by_hand_has_no_card_and_none_that_is_old(tmp_path)
     assert list(target.rglob("README.md")) == []
 
 
+@pytest.mark.slow
 def test_the_card_of_a_resumed_run_tells_of_the_whole_run(tmp_path):
     def run(name, killers=(), ckpt_path=None):
         kept = ModelCheckpoint(tmp_path / name, every_n_train_steps=1, save_top_k=-1, filename="{step}")

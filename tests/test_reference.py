@@ -233,6 +233,7 @@ class FirstWeights(Callback):
         self.seen.append([reference.score_responses(i, rows).token_logps for i, rows in enumerate(self.batch.agents)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_B52_the_reference_is_the_start_after_updates_and_a_resume(tmp_path, kind):
     start = make_start(kind, tmp_path, "float32")

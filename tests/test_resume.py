@@ -112,6 +112,7 @@ def whole_run(tmp_path_factory):
     return start(root, "whole", True), round_files(root / "whole" / "replay")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
 def test_fault_B65_B67_B68_B73_B88_resumed_at_every_step_boundary(tmp_path, lora):
     whole = start(tmp_path, "whole", lora)

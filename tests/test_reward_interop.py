@@ -118,6 +118,7 @@ def fresh_process(tmp_path_factory):
     return root, expected, json.loads(done.stdout.splitlines()[-1]), ours, control
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_B55_B59_a_saved_reward_model_scores_the_same_in_a_new_process(fresh_process, kind):
     root, expected, found, _, _ = fresh_process

@@ -383,6 +383,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", GIVEN)
 def test_an_adapter_of_the_users_own_by_class_path(whose, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

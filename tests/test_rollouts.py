@@ -100,6 +100,7 @@ def said_in(root, seed=0, rollout_batch_size=2, **options):
     return diary.said
 
 
+@pytest.mark.slow
 def test_draws_are_counted(tmp_path):
     said = said_in(tmp_path)
     assert set(said) == {(epoch, item) for epoch in range(2) for item in range(5)}

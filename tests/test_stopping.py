@@ -119,6 +119,7 @@ def test_fault_B86_stopped_in_training_the_step_is_finished(tmp_path, whole, num
     assert calls(tmp_path) <= paid + 1
 
 
+@pytest.mark.slow
 def test_stopped_before_its_first_checkpoint_the_same_command_goes_on(tmp_path):
     process = start(tmp_path, "--model.init_args.num_iterations=1", "--data.eval_items=null", seconds=0.05)
     wait_for(lambda: calls(tmp_path) >= 10, process)

@@ -115,6 +115,7 @@ def slow_reward(*completions):
     return text_reward(*completions)
 
 
+@pytest.mark.slow
 def test_each_round_of_an_iterative_run_logs_its_time(tmp_path):
     team = make_team()
     data = make_data(slow_reward)

@@ -60,7 +60,7 @@ def resolve_source(name: str) -> Source:
     Args:
         name: A hub id; a local directory with a model or a LoRA adapter; a ``.gguf`` file or a directory that holds
             just one; ``package:NAME/FILE`` for a file inside an installed package; ``builtin:tiny``, or
-            ``builtin:letters``, which speaks text alone (:func:`tiny_tokenizer`). GGUF weights are dequantised once
+            ``builtin:letters``, which speaks text alone. GGUF weights are dequantised once
             into :func:`cache_directory`, and adapters name that directory as their base.
 
     Raises:

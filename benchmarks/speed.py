@@ -6,8 +6,8 @@ Measures collections, updates, policy steps, whole rounds, the memory of teams a
 SmolLM2-135M with two agents, 4 items, 48 new tokens per response (EOS disabled), prompts of about 17 and 299 tokens.
 Prints a table and writes it, with every single time, as JSON. With the peer it takes most of an hour on two cores.
 
-Columns: *seconds* is the median of the timed calls, of which there are others before to warm up; what takes seconds is
-timed three times at least. *of the limit* is useful FLOP/s over the rate of the same matrix products in the same minute
+Columns: *seconds* is the median of the timed calls, after others to warm up; short ones are timed three times, or until
+twenty seconds of them are spent. *of the limit* is useful FLOP/s over the rate of the same matrix products in the same minute
 (`speed_parts/limit.py` defines both). *peer* is CoMLRL 1.4.3 on the same items, prompts, lengths and candidate counts
 in fp32, run by the interpreter that `--peer` names, in turns with ours; *ratio* is how many times as good as the peer
 we are (time, or peak memory). Precisions: *bf16* holds the weights in bfloat16, *mixed* float32 weights with matrix
@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> Rows:
             # A peer per entry: it holds its last trainer, which the next entry has no use for.
             peer = peer_of() if peer_of is not None and name not in ("memory", "replay") else None
             try:
-                chosen = (tuple(options.precisions), peer, tuple(options.candidates))
-                bench = Bench(work, options.repeats, *chosen, beside=not options.goals)
+                precisions, candidates = tuple(options.precisions), tuple(options.candidates)
+                bench = Bench(work, options.repeats, precisions, peer, candidates, beside=not options.goals)
                 yield from entry(name, bench, peer_of)
             finally:
                 if peer is not None:

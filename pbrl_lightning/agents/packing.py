@@ -235,7 +235,6 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention within the packs of one row.
@@ -248,14 +247,13 @@ def _attend(
         attention_mask: None.
         scaling: Of the scores; None for ``1 / sqrt(D)``.
         softcap: Soft limit of the scores, or None.
-        dropout: 0.
         kwargs: What else the layer passes on.
 
     Returns:
         Shape ``(1, T, H, D)``, and None.
     """
     del module
-    check_options({**kwargs, "dropout": dropout or None}, masked=attention_mask is not None)
+    check_options(kwargs, masked=attention_mask is not None)
     spans = _READ.get()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sizes = [size for span in spans for size in span.sizes]

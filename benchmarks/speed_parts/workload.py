@@ -122,7 +122,9 @@ class Workload:
         for index, item in zip(self.pair_items, items, strict=True):
             prompts = [team.prompt(agent, item, index) for agent in agents]
             ids = [team.prompt_ids(agent, prompts[agent], self.new_tokens) for agent in agents]
-            winner = winners.setdefault(index, [next(responses) for _ in agents])
+            if index not in winners:
+                winners[index] = [next(responses) for _ in agents]
+            winner = winners[index]
             loser = [next(responses) for _ in agents]
             tokens = PairTokens(ids, [side[1] for side in winner], [side[1] for side in loser])
             won, lost = [side[0] for side in winner], [side[0] for side in loser]

@@ -10,8 +10,9 @@ Columns: *seconds* is the median of the timed calls, after others to warm up; sh
 twenty seconds of them are spent. *of the limit* is useful FLOP/s over the rate of the same matrix products in the same
 minute (`speed_parts/limit.py` defines both). *peer* is CoMLRL 1.4.3 on the same items, prompts, lengths and candidate
 counts in fp32, run by the interpreter that `--peer` names, in turns with ours; *ratio* is how many times as good as the
-peer we are (time, or peak memory). Precisions: *bf16* holds the weights in bfloat16, *mixed* float32 weights with matrix
-products in bfloat16, in training (autocast) and in sampling (`sampling.dtype`); their ratio is to the peer's fp32.
+peer we are (time, or peak memory). Precisions: *bf16* holds the weights in bfloat16, *mixed* float32 weights with
+matrix products in bfloat16, in training (autocast) and in sampling (`sampling.dtype`); their ratio is to the peer's
+fp32.
 """
 
 from __future__ import annotations

@@ -75,6 +75,18 @@ def test_what_is_shared_is_read_once_and_nothing_is_padded(packs):
     assert torch.equal(picked[batch().attention_mask], batch().input_ids[batch().attention_mask])
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_logits_of_a_response_that_rows_share_are_computed_once(packs, kept):
+    model = tiny("llama", torch.float64)
+    read = []
+    model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].shape[-2]))
+    # Two rows say [40, 41, 42]; without their last tokens [44, 45] and [46, 47] have one to score.
+    scored(model, batch(), packs, on=True, score_last_token=kept)
+    assert read == [3 + 1 + 2 + 2 if kept else 2 + 1 + 1]
+    scored(model, batch(), packs, on=False, score_last_token=kept)
+    assert read[1:] == [3 + 1 + 2 + 2 + 3 if kept else 2 + 1 + 1 + 2]
+
+
 def test_rows_of_unequal_length_are_not_padded(packs):
     packs(True)
     rows = varied()

@@ -105,4 +105,5 @@ class SplitForward:
         output = dataclasses.replace(self._output, last_hidden_state=states[None])
         dummy = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
         with _forward_replaced(self._decoder, lambda *_args, **_kwargs: output):
-            return self._model(input_ids=dummy, use_cache=False).logits[0]
+            logits: Tensor = self._model(input_ids=dummy, use_cache=False).logits
+            return logits.squeeze(0)  # whose backward, unlike that of an index, is a view

@@ -108,11 +108,25 @@ def response_logps(
     predicted = scored_tokens(batch.response_mask, score_last_token)[:, 1:] & batch.attention_mask[:, :-1].bool()
     rows, columns = predicted.nonzero(as_tuple=True)
     # The token in column t + 1 is predicted from the state in column t.
-    states = layout.pick(split.states, rows, columns)
     targets = batch.input_ids[rows, columns + 1]
+    first, same = _distinct(layout, rows, columns, targets)
+    states = layout.pick(split.states, rows[first], columns[first])
     chunk, head_contexts = _chunk_length(model, split, logit_budget), layout.recomputing(decoder, head_context)
-    token_logps = _token_logps(split, states, targets, chunk, head_contexts)
-    return ResponseLogps(token_logps, rows, split.states, layout)
+    token_logps = _token_logps(split, states, targets[first], chunk, head_contexts)
+    return ResponseLogps(token_logps[same], rows, split.states, layout)
+
+
+def _distinct(layout: Layout, rows: Tensor, columns: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Which predictions to make, shape ``(N,)``, and each one's place among them, shape ``(M,)``.
+
+    A response that several rows of a pack share has its logits once.
+    """
+    every = torch.arange(len(targets), device=targets.device)
+    if not layout.spans or not len(targets):
+        return every, every
+    # A packed layout has one row.
+    found, same = (layout.column[rows, columns] * (targets.max() + 1) + targets).unique(return_inverse=True)
+    return torch.full_like(found, len(targets)).scatter_reduce(0, same, every, "amin"), same
 
 
 def _chunk_length(model: nn.Module, split: SplitForward, logit_budget: int) -> int:

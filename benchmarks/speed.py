@@ -41,6 +41,8 @@ from speed_parts.rows import Rows, header, line
 from speed_parts.workload import Workload, save_endless
 from transformers.utils import logging as transformers_logging
 
+from pbrl_lightning.heap import keep_freed_memory
+
 ENTRIES = ("sampling", "madpo", "reward", "policy", "round", "memory", "replay")
 
 
@@ -76,6 +78,7 @@ def machine(threads: int) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> Rows:
     """Measures row after row."""
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as every fit on a CPU does
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
     with tempfile.TemporaryDirectory(prefix="pbrl_speed_") as directory:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pbrl_lightning import MADPOModule
+from pbrl_lightning.heap import keep_freed_memory
 from speed_parts.bench import Bench
 from speed_parts.learning import pair_batch
 from speed_parts.peer import Peer
@@ -99,6 +100,7 @@ def _train_twice(
 ) -> None:
     """Two updates; sends the bytes of parameters, gradients and optimizer state, and the peak of this process."""
     torch.set_num_threads(threads)
+    keep_freed_memory()  # as every fit on a CPU does
     team = work.team(num_agents=num_agents, lora=lora)
     module = MADPOModule(team)
     batch = pair_batch(module, work.pairs(team, length)[:num_pairs])

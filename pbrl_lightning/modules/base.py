@@ -19,6 +19,7 @@ from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair, RolloutBatch
 from pbrl_lightning.checkpoints import make_durable
 from pbrl_lightning.group_schedules import GroupSchedules
+from pbrl_lightning.heap import keep_freed_memory
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.rounds import log_to, writes_logs
@@ -160,6 +161,8 @@ class LearnerModule(L.LightningModule):
     def configure_model(self) -> None:
         # After the data module's setup, so that a wrong configuration is reported before anything is loaded.
         make_durable(self.trainer)
+        if self.trainer.strategy.root_device.type == "cpu":
+            keep_freed_memory()
         self.load()
         share_out(self)
 

@@ -7,9 +7,7 @@ import os
 import platform
 from functools import cache
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of <malloc.h>
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20
-"""More than this glibc refuses: larger pieces go back to the system in any case."""
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of <malloc.h>
 
 
 @cache
@@ -27,8 +25,8 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     done = [
-        mallopt(_TRIM_THRESHOLD, -1),
-        mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),
-        mallopt(_ARENA_MAX, 1),
+        mallopt(_TRIM_THRESHOLD, -1),  # never gives back the end of the heap
+        mallopt(_MMAP_MAX, 0),  # large pieces are of the heap, too
+        mallopt(_ARENA_MAX, 1),  # all threads find in it what any has freed
     ]
     return all(done)

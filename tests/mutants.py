@@ -105,6 +105,13 @@ MUTANTS = [
         "tests/test_packing.py",
     ),
     Mutant(
+        "a narrowed last layer without the keys of what is shared",
+        "agents/packing.py",
+        "keys = own if mask is None else torch.cat([first, own])",
+        "keys = own if mask is None else torch.cat([own[: span.shared], own])",
+        "tests/test_last_layer.py",
+    ),
+    Mutant(
         "padding of a shared prompt is attended to",
         "agents/decoding.py",
         "masked_fill(prompt_mask == 0, -torch.inf)",

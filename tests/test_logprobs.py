@@ -261,7 +261,8 @@ def test_fault_B51_joint_backward_of_two_adapters_with_checkpointing(target_modu
         joint_gradients(team)  # tries packing, once
         calls = count_layer_forwards(team)
         results.append(joint_gradients(team))
-        assert len(calls) == (8 if checkpointing else 4)  # 2 agents x 2 layers, once more in the backward
+        # 2 agents x 2 layers, once more in the backward; without checkpoints the last one is asked for its keys first.
+        assert len(calls) == (8 if checkpointing else 6)
         frozen = [p for name, p in team.named_parameters() if "lora_" not in name]
         assert frozen
         assert all(parameter.grad is None and not parameter.requires_grad for parameter in frozen)

@@ -167,7 +167,7 @@ def test_a_score_is_the_same_in_training_with_checkpointing_and_under_autocast()
     for some in (reward, recomputed):
         some(padded(ROWS, 2)).square().sum().backward()
     for one, other in zip(reward.trained_parameters(), recomputed.trained_parameters(), strict=True):
-        assert_close(one.grad, other.grad)
+        assert_close(one.grad, other.grad, 1e-4)  # without checkpoints the last layer is narrowed: other sums
 
 
 # What is trained

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from pbrl_lightning.agents.forward import accepts
@@ -50,3 +52,18 @@ def check_options(options: dict[str, Any], *, masked: bool) -> None:
     unknown += ["dropout"] if options.get("dropout") else []
     if unknown or masked:
         raise ValueError(f"attention with {unknown or 'a mask'} cannot be exchanged")
+
+
+def attention_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Attention under a mask, or a causal one."""
+    groups = q.shape[1] // k.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups > 1
+        )
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return weights.to(v.dtype) @ v

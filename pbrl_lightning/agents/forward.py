@@ -33,7 +33,8 @@ def accepts(model: nn.Module, argument: str) -> bool:
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module has another ``forward``."""
     earlier = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -104,6 +105,6 @@ class SplitForward:
             return states
         output = dataclasses.replace(self._output, last_hidden_state=states[None])
         dummy = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
-        with _forward_replaced(self._decoder, lambda *_args, **_kwargs: output):
+        with forward_replaced(self._decoder, lambda *_args, **_kwargs: output):
             logits: Tensor = self._model(input_ids=dummy, use_cache=False).logits
             return logits.squeeze(0)  # whose backward, unlike that of an index, is a view

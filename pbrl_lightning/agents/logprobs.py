@@ -60,7 +60,13 @@ class ResponseLogps:
 
     @property
     def states(self) -> Tensor:
-        """Hidden states of the rows, shape ``(R, T, H)``; those of padding are any."""
+        """Hidden states of the rows, shape ``(R, T, H)``; those of padding are any.
+
+        Raises:
+            ValueError: If they were not asked for.
+        """
+        if self.layout.kept is not None:
+            raise ValueError("the states of some tokens were not computed; ask for them by `with_states`")
         return self.decoded[self.layout.row, self.layout.column]
 
     def sum_by_row(self, per_token: Tensor) -> Tensor:
@@ -82,6 +88,7 @@ def response_logps(
     layer_context: Callable[[], ContextPair] | None = None,
     head_context: Callable[[], ContextPair] = noop_context_fn,
     logit_budget: int = LOGIT_BUDGET,
+    with_states: bool = True,
 ) -> ResponseLogps:
     """Log-probabilities of each row's response given its prompt.
 
@@ -95,17 +102,19 @@ def response_logps(
         layer_context: Turns on activation checkpointing of the decoder layers with these contexts.
         head_context: The same for the head, whose logits are recomputed if there is more than one chunk of them.
         logit_budget: Most logits held at once.
+        with_states: False if nobody asks for the hidden states of the rows.
     """
     decoder = decoder_of(model) or model
-    layout = lay_out(decoder, batch)
+    # A text's first token is predicted from nothing.
+    predicted = scored_tokens(batch.response_mask, score_last_token)[:, 1:] & batch.attention_mask[:, :-1].bool()
+    predicting = F.pad(predicted, (0, 1))
+    layout = lay_out(decoder, batch, None if with_states or layer_context else predicting)
     inputs: dict[str, Any] = dict(layout.inputs)
     if accepts(model, "use_cache"):
         inputs["use_cache"] = False
     contexts = layout.recomputing(decoder, layer_context) if layer_context else None
     with checkpointed_layers(model, contexts) if contexts else nullcontext(), layout.reading(decoder):
         split = SplitForward(model, **inputs)
-    # A text's first token is predicted from nothing.
-    predicted = scored_tokens(batch.response_mask, score_last_token)[:, 1:] & batch.attention_mask[:, :-1].bool()
     rows, columns = predicted.nonzero(as_tuple=True)
     # The token in column t + 1 is predicted from the state in column t.
     targets = batch.input_ids[rows, columns + 1]

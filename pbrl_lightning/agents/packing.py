@@ -7,10 +7,10 @@ only, so that every hidden state is the one of an unpacked row, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from types import TracebackType
 from typing import Any
@@ -19,17 +19,23 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from pbrl_lightning.agents.attention import attention_exchanged, check_options, may_exchange_attention
+from pbrl_lightning.agents.attention import (
+    attention_exchanged,
+    attention_of,
+    check_options,
+    may_exchange_attention,
+)
 from pbrl_lightning.agents.forward import ContextPair, accepts
+from pbrl_lightning.agents.last_layer import Hearing, last_layer_narrowed, last_layer_of
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.sharding import in_shares
 
 _ATTENTION = "pbrl_packs"
 _READ: ContextVar[list[_Span]] = ContextVar("packs_being_read")
 _PACKS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_NARROWS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,16 @@ class Layout:
         row: Shape ``(R, T)``; for padding any.
         column: The same.
         spans: Of the packs in the one row of the inputs; none if the rows are read as they are.
+        kept: Places in that row whose states the decoder gives, ascending; None for all.
+        hearings: What the kept ones see in the last layer.
     """
 
     inputs: dict[str, Any]
     row: Tensor
     column: Tensor
     spans: list[_Span]
+    kept: Tensor | None = None
+    hearings: list[Hearing] = field(default_factory=list)
 
     def pick(self, states: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """The states of these tokens, given by their places in the unpacked rows; shape ``(M, H)``."""
@@ -54,7 +64,12 @@ class Layout:
 
     def reading(self, decoder: nn.Module) -> AbstractContextManager[None]:
         """What must surround the decoder's forward."""
-        return attention_exchanged(decoder, _ATTENTION, _READ, self.spans) if self.spans else nullcontext()
+        if not self.spans:
+            return nullcontext()
+        kept, exchanged = self.kept, lambda: attention_exchanged(decoder, _ATTENTION, _READ, self.spans)
+        if kept is None:
+            return exchanged()
+        return _Both(exchanged, lambda: last_layer_narrowed(decoder, kept, self.hearings))
 
     def recomputing(self, decoder: nn.Module, contexts: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
         """Contexts of what is checkpointed: the decoder's second forward needs to be surrounded too."""
@@ -78,12 +93,14 @@ class _Both:
         return self._entered.__exit__(kind, error, trace)
 
 
-def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
+def lay_out(decoder: nn.Module, batch: TokenBatch, wanted: Tensor | None = None) -> Layout:
     """How rows are read: packed where that is less work (prompts are shared, lengths differ), otherwise as they are.
 
     Args:
         decoder: Maps the inputs to hidden states, as a tuple's first entry.
         batch: ``R`` rows, padded on either side.
+        wanted: Tokens whose states are asked for, shape ``(R, T)``, bool; None for all. Of packed rows the last layer
+            is computed for no others, where they are few and none of its layers is to be recomputed.
     """
     device, (count, width) = batch.input_ids.device, batch.input_ids.shape
     # In train mode dropout would be told nothing of packs, and no trial says anything.
@@ -99,7 +116,14 @@ def lay_out(decoder: nn.Module, batch: TokenBatch) -> Layout:
     tokens = sum(pack.width for pack in packs)
     # Each pack costs calls of its own in every layer, at least as much as a token.
     pays = tokens > 0 and tokens + len(packs) < 0.95 * count * width
-    return _packed(batch, rows, packs) if pays and _packs_truly(decoder, device) else _as_it_is(decoder, batch)
+    if not pays or not _packs_truly(decoder, device):
+        return _as_it_is(decoder, batch)
+    layout = _packed(batch, rows, packs)
+    if wanted is None or in_shares(decoder):
+        return layout
+    narrowed = _narrowed(layout, wanted)
+    few = narrowed.kept is not None and len(narrowed.kept) < 0.75 * tokens
+    return narrowed if few and _narrows_truly(decoder, device) else layout
 
 
 @dataclass
@@ -227,6 +251,27 @@ def _packed(batch: TokenBatch, rows: _Rows, packs: list[_Pack]) -> Layout:
     return Layout(inputs, torch.zeros_like(column), column, spans)
 
 
+def _narrowed(layout: Layout, wanted: Tensor) -> Layout:
+    kept = layout.column[wanted].unique()
+    if not len(kept):
+        return layout
+    column = torch.searchsorted(kept, layout.column).clamp(max=len(kept) - 1)
+    return replace(layout, column=column, kept=kept, hearings=list(_hearings(layout.spans, kept)))
+
+
+def _hearings(spans: list[_Span], kept: Tensor) -> Iterator[Hearing]:
+    start = 0
+    for span in spans:
+        first = torch.arange(start, start + span.shared, device=kept.device)
+        for size, mask in zip(span.sizes, [None, *span.masks], strict=True):
+            own = torch.arange(start, start + size, device=kept.device)
+            asked = kept[(kept >= start) & (kept < start + size)]
+            if len(asked):
+                keys = own if mask is None else torch.cat([first, own])
+                yield Hearing(len(asked), keys, own <= asked[:, None] if mask is None else mask[asked - start])
+            start += size
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -261,28 +306,13 @@ def _attend(
     heard = []
     for span in spans:
         q, k, v = next(parts)
-        heard.append(_heard(q, k, v, None, scale, softcap))
+        heard.append(attention_of(q, k, v, None, scale, softcap))
         shared_keys, shared_values = k[:, :, : span.shared], v[:, :, : span.shared]
         for mask in span.masks:
             q, k, v = next(parts)
             k, v = torch.cat([shared_keys, k], 2), torch.cat([shared_values, v], 2)
-            heard.append(_heard(q, k, v, mask, scale, softcap))
+            heard.append(attention_of(q, k, v, mask, scale, softcap))
     return torch.cat([part.transpose(1, 2) for part in heard], 1), None
-
-
-def _heard(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """Attention under a mask, or a causal one."""
-    groups = q.shape[1] // k.shape[1]
-    if softcap is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups > 1
-        )
-    if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return weights.to(v.dtype) @ v
 
 
 AttentionInterface.register(_ATTENTION, _attend)
@@ -298,33 +328,12 @@ def _as_it_is(decoder: nn.Module, batch: TokenBatch) -> Layout:
     return Layout(inputs, row, torch.arange(width, device=mask.device).expand(count, width), [])
 
 
-@torch.no_grad()
 def _packs_truly(decoder: nn.Module, device: torch.device) -> bool:
-    """Whether the decoder gives the same states for packed rows: looked at once, on three short ones."""
+    """Whether the decoder gives the same states for packed rows: looked at once."""
     if decoder not in _PACKS:
-        config: Any = decoder.config
-        ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [8, 9, 5, 6, 4]]) % config.get_text_config().vocab_size
-        small = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(5).expand(3, 5) >= 3).to(device)
-        rows = _Rows.of(small)
-        packed, plain = _packed(small, rows, rows.packs()), _as_it_is(decoder, small)
-        places = small.attention_mask.nonzero(as_tuple=True)
-        limit = 0.05 if torch.finfo(next(decoder.parameters()).dtype).bits == 16 else 1e-3
-        with torch.autocast(device.type, enabled=False):
-            expected = plain.pick(decoder(**plain.inputs, use_cache=False)[0], *places).float()
-            if not expected.isfinite().all():
-                return False  # of a model that diverged nothing can be said
-            problem = ""
-            try:
-                with packed.reading(decoder):
-                    found = packed.pick(decoder(**packed.inputs, use_cache=False)[0], *places).float()
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            else:
-                off, size = float((found - expected).abs().max()), float(expected.abs().max())
-                if not off < limit * size:
-                    problem = f"states of size {size:.3g} would be off by {off:.3g}"
+        problem = _tried(decoder, device, narrowed=False)
+        if problem is None:
+            return False  # of a model that diverged nothing can be said
         _PACKS[decoder] = not problem
         if problem:
             rank_zero_warn(
@@ -332,3 +341,39 @@ def _packs_truly(decoder: nn.Module, device: torch.device) -> bool:
                 "responses share is computed once for each of them"
             )
     return _PACKS[decoder]
+
+
+def _narrows_truly(decoder: nn.Module, device: torch.device) -> bool:
+    """The same for its last layer alone; where it is not so, the layer is computed whole, and nothing need be said."""
+    if decoder not in _NARROWS:
+        problem = None if last_layer_of(decoder) is None else _tried(decoder, device, narrowed=True)
+        _NARROWS[decoder] = problem == ""
+    return _NARROWS[decoder]
+
+
+@torch.no_grad()
+def _tried(decoder: nn.Module, device: torch.device, *, narrowed: bool) -> str | None:
+    """What is wrong with the packed states of three short rows; None if they are not finite in plain rows either."""
+    config: Any = decoder.config
+    ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [8, 9, 5, 6, 4]]) % config.get_text_config().vocab_size
+    small = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(5).expand(3, 5) >= 3).to(device)
+    rows = _Rows.of(small)
+    packed, plain = _packed(small, rows, rows.packs()), _as_it_is(decoder, small)
+    wanted = small.response_mask if narrowed else small.attention_mask
+    if narrowed:
+        packed = _narrowed(packed, wanted)
+    places = wanted.nonzero(as_tuple=True)
+    limit = 0.05 if torch.finfo(next(decoder.parameters()).dtype).bits == 16 else 1e-3
+    with torch.autocast(device.type, enabled=False):
+        expected = plain.pick(decoder(**plain.inputs, use_cache=False)[0], *places).float()
+        if not expected.isfinite().all():
+            return None
+        try:
+            with packed.reading(decoder):
+                found = packed.pick(decoder(**packed.inputs, use_cache=False)[0], *places).float()
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+            return f"{type(error).__name__}: {error}"
+    off, size = float((found - expected).abs().max()), float(expected.abs().max())
+    return "" if off < limit * size else f"states of size {size:.3g} would be off by {off:.3g}"

@@ -310,7 +310,12 @@ class AgentTeam(nn.Module):
         return answer(self, {agent: formatter}, items, item_indices, draws)[0]
 
     def score_responses(
-        self, agent: int, batch: TokenBatch, score_last_token: bool = True, adapted: bool = True
+        self,
+        agent: int,
+        batch: TokenBatch,
+        score_last_token: bool = True,
+        adapted: bool = True,
+        with_states: bool = False,
     ) -> ResponseLogps:
         """Log-probabilities of each row's response under one agent, token by token; differentiable.
 
@@ -319,6 +324,7 @@ class AgentTeam(nn.Module):
             batch: ``R`` rows of its prompts and responses.
             score_last_token: False leaves out each response's last token.
             adapted: False asks the backbone without the agent's adapter.
+            with_states: Whether the hidden states of the rows are asked for.
         """
 
         def speaking() -> AbstractContextManager[None]:
@@ -334,6 +340,7 @@ class AgentTeam(nn.Module):
                 score_last_token=score_last_token,
                 layer_context=contexts if self.gradient_checkpointing else None,
                 head_context=contexts,
+                with_states=with_states,
             )
 
     def response_logps(self, agent: int, batch: TokenBatch, score_last_token: bool = True) -> Tensor:

@@ -363,13 +363,14 @@ class ScalarModel(nn.Module):
                 "the next, and name the saved directory"
             )
         decoder, mask = self._decoder, rows.attention_mask
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        last = (mask * columns).argmax(1)
         with self._active():
-            layout = lay_out(decoder, rows)
+            layout = lay_out(decoder, rows, None if self.gradient_checkpointing else columns == last[:, None])
             recomputing = layout.recomputing(decoder, lambda: (nullcontext(), self._active()))
             checkpointing = checkpointed_layers(decoder, recomputing) if self.gradient_checkpointing else nullcontext()
             with checkpointing, layout.reading(decoder):
                 states = decoder(**layout.inputs, use_cache=False)[0]
-        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
         return self.head(layout.pick(states, torch.arange(len(last), device=last.device), last))  # type: ignore[misc]
 
     def save(self, directory: Path | str) -> None:

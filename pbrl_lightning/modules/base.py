@@ -161,10 +161,10 @@ class LearnerModule(L.LightningModule):
     def configure_model(self) -> None:
         # After the data module's setup, so that a wrong configuration is reported before anything is loaded.
         make_durable(self.trainer)
-        if self.trainer.strategy.root_device.type == "cpu":
-            keep_freed_memory()
         self.load()
         share_out(self)
+        if self.trainer.strategy.root_device.type == "cpu":
+            keep_freed_memory()
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -216,7 +216,7 @@ class MARLModule(TeamModule):
 
     def _score(self, agent: int, rows: TokenBatch, with_states: bool) -> tuple[Tensor, ...]:
         """Summed log-probabilities of an agent's responses and, where critics read them, its hidden states."""
-        responses = self.team.score_responses(agent, rows)
+        responses = self.team.score_responses(agent, rows, with_states=with_states)
         return (responses.sums, responses.states) if with_states else (responses.sums,)
 
     def _values(self, states: list[Tensor], agents: list[TokenBatch], critic_rows: list[TokenBatch]) -> Tensor:

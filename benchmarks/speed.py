@@ -6,7 +6,7 @@ Measures collections, updates, policy steps, whole rounds, the memory of teams a
 SmolLM2-135M with two agents, 4 items, 48 new tokens per response (EOS disabled), prompts of about 17 and 299 tokens.
 Prints a table and writes it, with every single time, as JSON. With the peer it takes most of an hour on two cores.
 
-Columns: *seconds* is the median of the timed calls, after others to warm up; short ones are timed three times, or until
+Columns: *seconds* is the median of the timed calls, after others to warm up; short ones are timed five times, or until
 twenty seconds of them are spent. *of the limit* is useful FLOP/s over the rate of the same matrix products in the same
 minute (`speed_parts/limit.py` defines both). *peer* is CoMLRL 1.4.3 on the same items, prompts, lengths and candidate
 counts in fp32, run by the interpreter that `--peer` names, in turns with ours; *ratio* is how many times as good as the

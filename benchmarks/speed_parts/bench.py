@@ -16,7 +16,7 @@ from speed_parts.rows import Turns
 from speed_parts.workload import Workload
 
 PAIRS_PER_ITEM = 4
-ENOUGH_CALLS, ENOUGH_SECONDS = 3, 20.0
+ENOUGH_CALLS, ENOUGH_SECONDS = 5, 20.0
 
 
 @dataclass(frozen=True)

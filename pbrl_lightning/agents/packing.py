@@ -122,8 +122,7 @@ def lay_out(decoder: nn.Module, batch: TokenBatch, wanted: Tensor | None = None)
     if wanted is None or in_shares(decoder):
         return layout
     narrowed = _narrowed(layout, wanted)
-    few = narrowed.kept is not None and len(narrowed.kept) < 0.75 * tokens
-    return narrowed if few and _narrows_truly(decoder, device) else layout
+    return narrowed if narrowed.kept is not None and _narrows_truly(decoder, device) else layout
 
 
 @dataclass
@@ -253,7 +252,7 @@ def _packed(batch: TokenBatch, rows: _Rows, packs: list[_Pack]) -> Layout:
 
 def _narrowed(layout: Layout, wanted: Tensor) -> Layout:
     kept = layout.column[wanted].unique()
-    if not len(kept):
+    if not 0 < len(kept) < 0.75 * layout.inputs["input_ids"].shape[1]:
         return layout
     column = torch.searchsorted(kept, layout.column).clamp(max=len(kept) - 1)
     return replace(layout, column=column, kept=kept, hearings=list(_hearings(layout.spans, kept)))

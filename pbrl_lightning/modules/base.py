@@ -154,8 +154,7 @@ class LearnerModule(L.LightningModule):
     @override
     def configure_callbacks(self) -> list[L.Callback]:
         present = [type(callback) for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
-        wanted = self.wanted_callbacks()
-        return [callback for callback in wanted if not any(issubclass(there, type(callback)) for there in present)]
+        return [new for new in self.wanted_callbacks() if not any(issubclass(there, type(new)) for there in present)]
 
     @override
     def configure_model(self) -> None:

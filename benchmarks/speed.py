@@ -102,15 +102,15 @@ def run(options: argparse.Namespace) -> Rows:
 def main() -> None:
     """Prints the table and writes the JSON, row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=ENTRIES, default=ENTRIES, metavar="NAME", help=", ".join(ENTRIES))
+    parser.add_argument("--only", nargs="+", choices=ENTRIES, metavar="NAME", help=", ".join(ENTRIES))
     parser.add_argument(
         "--goals",
         action="store_true",
-        help="only rows that have a number to beat: --only sampling madpo reward policy --precisions fp32 "
-        "--candidates few, no LoRA, no items apart",
+        help="only rows that have a number to beat: no LoRA, no items apart, and, where not said otherwise, "
+        "--only sampling madpo reward policy --precisions fp32 --candidates few",
     )
-    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16", "mixed"), default=("fp32", "bf16", "mixed"))
-    parser.add_argument("--candidates", nargs="+", choices=("few", "many"), default=("few", "many"), help="per item")
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16", "mixed"), help="all")
+    parser.add_argument("--candidates", nargs="+", choices=("few", "many"), help="per item: both")
     parser.add_argument("--lengths", nargs="+", choices=("short", "long"), default=("short", "long"), help="of prompts")
     parser.add_argument("--peer", metavar="PYTHON", help="an interpreter that has comlrl==1.4.3")
     parser.add_argument("--threads", type=int, default=2, help="threads of each side (2)")
@@ -120,8 +120,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny and options.peer:
         parser.error("--tiny has no peer: its model has no token to spare for EOS")
-    if options.goals:
-        options.only, options.precisions, options.candidates = ENTRIES[:4], ("fp32",), ("few",)
+    options.only = options.only or (ENTRIES[:4] if options.goals else ENTRIES)
+    options.precisions = options.precisions or (("fp32",) if options.goals else ("fp32", "bf16", "mixed"))
+    options.candidates = options.candidates or (("few",) if options.goals else ("few", "many"))
     chosen = {
         name: getattr(options, name)
         for name in ("only", "goals", "precisions", "candidates", "lengths", "peer", "repeats", "tiny")

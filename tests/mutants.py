@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         "reward head reads the first pad",
         "models/scalar.py",
-        "last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)",
+        "last = (mask * columns).argmax(1)",
         "last = (~mask).int().argmax(1)",
         "tests/test_reward_model.py",
     ),

@@ -71,19 +71,29 @@ def test_speed_with_the_tiny_team(tmp_path):
 
 
 @pytest.mark.slow
-def test_speed_of_what_has_a_number_to_beat(tmp_path):
+@pytest.mark.parametrize(
+    ("said", "names"),
+    [
+        (
+            [],
+            [
+                "sampling short fp32 K=4",
+                "MADPO update short fp32",
+                "reward model update short fp32",
+                "policy step short fp32",
+            ],
+        ),
+        (["--only", "madpo", "--precisions", "mixed", "bf16"], ["MADPO update short mixed", "MADPO update short bf16"]),
+    ],
+)
+def test_speed_of_what_has_a_number_to_beat(tmp_path, said, names):
     command = [sys.executable, str(ROOT / "benchmarks/speed.py"), "--tiny", "--repeats", "1", "--threads", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command += ["--goals", "--lengths", "short", "--out", "speed.json"]
+    command += ["--goals", *said, "--lengths", "short", "--out", "speed.json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["name"] for row in rows] == [
-        "sampling short fp32 K=4",
-        "MADPO update short fp32",
-        "reward model update short fp32",
-        "policy step short fp32",
-    ]
+    assert [row["name"] for row in rows] == names
 
 
 @pytest.mark.slow

@@ -112,6 +112,13 @@ MUTANTS = [
         "tests/test_last_layer.py",
     ),
     Mutant(
+        "attention between bfloat16 products is rounded",
+        "agents/attention.py",
+        "attention_of(q.float(), k.float(), v.float(), mask",
+        "attention_of(q.to(v.dtype), k.to(v.dtype), v, mask",
+        "tests/test_attention.py",
+    ),
+    Mutant(
         "padding of a shared prompt is attended to",
         "agents/decoding.py",
         "masked_fill(prompt_mask == 0, -torch.inf)",

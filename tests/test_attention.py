@@ -1,0 +1,90 @@
+"""Attention of our own: its precision on a CPU, and what counts as the same numbers."""
+
+import math
+
+import pytest
+import torch
+
+from helpers import assert_close, tiny
+from pbrl_lightning.agents import packing
+from pbrl_lightning.agents.attention import attention_of, too_far_off
+from pbrl_lightning.agents.logprobs import response_logps
+from test_packing import batch
+
+
+def literal(q, k, v, sees, scale):
+    """Token by token and head by head, in float64."""
+    heads, tokens, size = q.shape[1:]
+    groups = heads // k.shape[1]
+    heard = torch.zeros(1, heads, tokens, size, dtype=torch.float64)
+    for head in range(heads):
+        for token in range(tokens):
+            scores = {
+                key: math.exp(scale * float(q[0, head, token].double() @ k[0, head // groups, key].double()))
+                for key in range(k.shape[2])
+                if sees(token, key)
+            }
+            for key, score in scores.items():
+                heard[0, head, token] += score / sum(scores.values()) * v[0, head // groups, key].double()
+    return heard
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_of_bfloat16_states_is_computed_in_float32(masked, autocast):
+    torch.manual_seed(0)
+    tokens, keys = 5, (8 if masked else 5)
+    mask = torch.rand(tokens, keys) < 0.5 if masked else None
+    if mask is not None:
+        mask[:, 0] = True
+    low = torch.bfloat16
+    # Under autocast queries and keys come from the rotation in float32, values from a product in bfloat16.
+    q, k = (torch.randn(1, heads, length, 4) for heads, length in ((4, tokens), (2, keys)))
+    q, k = (q, k) if autocast else (q.to(low), k.to(low))
+    v = torch.randn(1, 2, keys, 4).to(low)
+    with torch.autocast("cpu", low, enabled=autocast):
+        found = attention_of(q, k, v, mask, 0.7, None)
+    expected = literal(q, k, v, lambda token, key: key <= token if mask is None else bool(mask[token, key]), 0.7)
+    assert found.dtype == low
+    # Nothing is rounded but the result: with scores or weights in bfloat16 a tenth of its entries would differ.
+    differ = found.double() != expected.to(low).double()
+    assert differ.float().mean() < 0.02
+
+
+def test_gradients_of_packed_bfloat16_rows_are_as_close_to_the_exact_ones_as_those_of_plain_rows(monkeypatch):
+    model, exact = tiny("llama", torch.bfloat16), tiny("llama", torch.float32)
+    exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+
+    def gradients(one, packed):
+        one.zero_grad()
+        found = response_logps(one, batch())
+        assert bool(found.layout.spans) == packed
+        found.token_logps.sum().backward()
+        return torch.cat([parameter.grad.float().flatten() for parameter in one.parameters()])
+
+    packed = gradients(model, packed=True)
+    monkeypatch.setattr(packing, "may_exchange_attention", lambda *_: False)
+    plain, expected = gradients(model, packed=False), gradients(exact, packed=False)
+    assert (packed - expected).norm() <= 1.1 * (plain - expected).norm() < 0.1 * expected.norm()
+
+
+def test_mixed_precision_packs_and_is_close_to_full_precision():
+    model = tiny("llama")
+    exact = response_logps(model, batch()).token_logps
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = response_logps(model, batch())
+    assert mixed.layout.spans
+    assert_close(mixed.token_logps.float(), exact, 0.03)
+
+
+def test_in_16_bits_the_median_token_tells_whether_numbers_are_the_same():
+    torch.manual_seed(0)
+    expected = torch.randn(6, 8)
+    rounded = expected + 0.01 * torch.randn(6, 8)
+    rounded[2] = -rounded[2]  # one token that ends elsewhere, as in real models
+    assert too_far_off(rounded.bfloat16(), expected.bfloat16()) == ""
+    assert "off by" in too_far_off(rounded, expected)
+    assert too_far_off(expected * (1 + 1e-5), expected) == ""
+    wrong = torch.randn(6, 8)
+    assert "off by" in too_far_off(wrong.bfloat16(), expected.bfloat16())
+    assert "off by nan" in too_far_off(torch.full((6, 8), math.nan), expected)

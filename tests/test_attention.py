@@ -5,11 +5,17 @@ import math
 import pytest
 import torch
 
-from helpers import assert_close, tiny
+from helpers import assert_close, make_batch, tiny
 from pbrl_lightning.agents import packing
 from pbrl_lightning.agents.attention import attention_of, too_far_off
 from pbrl_lightning.agents.logprobs import response_logps
-from test_packing import batch
+
+PROMPT = list(range(10, 34))
+
+
+def batch():
+    """Rows that share prompts."""
+    return make_batch([PROMPT, PROMPT, [5, 6, 7], PROMPT, [5, 6, 7]], [[40, 41, 42], [43], [44, 45], [46, 47], [48]])
 
 
 def literal(q, k, v, sees, scale):

@@ -87,25 +87,21 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
         top_p: In (0, 1].
 
     Returns:
-        Token ids in ascending order and their probabilities (float64, 0 for removed tokens, not normalised), both
-        of shape ``(R, C)`` with ``C <= V``.
+        Token ids in ascending order and their probabilities (float64, 0 for removed tokens and where a row has fewer
+        tokens than another, not normalised), both of shape ``(R, C)`` with ``C <= V``.
 
     Example:
         >>> ids, probs = filtered_distribution(torch.tensor([[0.0, 2.0, 1.0]]), 1.0, 2, 1.0)
         >>> ids.tolist(), [round(p, 3) for p in (probs / probs.sum()).flatten().tolist()]
         ([[1, 2]], [0.731, 0.269])
     """
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature != 1:
+        logits = logits / temperature
     if top_k is not None and top_k < logits.shape[1]:
-        highest, ids = logits.topk(top_k, dim=1)
-        kth = highest[:, -1:]
-        width = int((logits >= kth).sum(1).max())
-        if width > top_k:  # ties at the edge
-            ids = logits.topk(width, dim=1).indices
-        ids = ids.sort(dim=1).values
-        logits = logits.gather(1, ids)
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        ids, logits = _at_least(logits, _kth_largest(logits, top_k))
+    else:
+        ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
     probs = logits.double().softmax(1)
     if top_p < 1:
         # Ascending and stable: what is removed first is the least probable token with the smallest id.
@@ -114,6 +110,31 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
         removed[:, -1] = False
         probs = probs.masked_fill(torch.zeros_like(removed).scatter(1, order, removed), 0.0)
     return ids, probs
+
+
+def _kth_largest(logits: Tensor, k: int, block: int = 64) -> Tensor:
+    """Each row's k-th largest number, shape ``(R, 1)``; of a large vocabulary most blocks are looked at once only.
+
+    The k blocks with the largest maxima hold k numbers that are at least the least of these maxima, and all that are
+    larger.
+    """
+    count = logits.shape[1] // block
+    if count > k:
+        whole, rest = logits[:, : count * block].unflatten(1, (count, block)), logits[:, count * block :]
+        best = whole.amax(2).topk(k, 1, sorted=False).indices
+        logits = torch.cat([whole.gather(1, best[:, :, None].expand(-1, -1, block)).flatten(1), rest], 1)
+    return logits.topk(k, 1).values[:, -1:]
+
+
+def _at_least(logits: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids, ascending, and values of each row's numbers that are no less; a row that has fewer ends in -inf."""
+    row, token = (logits >= least).nonzero(as_tuple=True)
+    counts = row.bincount(minlength=len(logits))
+    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    ids = token.new_zeros(len(logits), int(counts.max()))
+    values = torch.full_like(ids, -torch.inf, dtype=logits.dtype)
+    ids[row, place], values[row, place] = token, logits[row, token]
+    return ids, values
 
 
 def draw(ids: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -140,13 +161,12 @@ def next_tokens(logits: Tensor, uniforms: Tensor, config: SamplingConfig) -> Ten
     Raises:
         ValueError: If logits are NaN or +inf, as those of a diverged model.
     """
-    largest, tokens = logits.max(1)
-    if not bool(largest.isfinite().all()):
+    if not bool(logits.amax(1).isfinite().all()):
         raise ValueError(
             "the model's logits are NaN or infinite: its weights have diverged, or its dtype is too narrow"
         )
     if config.temperature == 0:
-        return tokens
+        return logits.max(1).indices
     # The distribution is made in float64, several times as large as the logits.
     chunk = max(1, LOGIT_BUDGET // 4 // logits.shape[1])
     parts = zip(logits.split(chunk), uniforms.split(chunk), strict=True)

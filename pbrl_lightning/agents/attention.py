@@ -76,8 +76,9 @@ def attention_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
     device = q.device.type
     if device == "cpu" and (v.dtype == torch.bfloat16 or torch.is_autocast_enabled(device)):
         # Between products in bfloat16: a CPU's backward of this attention takes half as long in float32.
+        exact = torch.promote_types(v.dtype, torch.float32)
         with torch.autocast(device, enabled=False):
-            return attention_of(q.float(), k.float(), v.float(), mask, scale, softcap).to(v.dtype)
+            return attention_of(q.to(exact), k.to(exact), v.to(exact), mask, scale, softcap).to(v.dtype)
     groups = q.shape[1] // k.shape[1]
     if softcap is None:
         return F.scaled_dot_product_attention(

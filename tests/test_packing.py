@@ -165,9 +165,10 @@ def test_a_window_shorter_than_the_rows_is_not_packed(packs):
     assert not lay_out(model.base_model, rows).spans
 
 
-def test_a_model_with_an_attention_of_its_own_is_found_out_and_named(packs, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_with_an_attention_of_its_own_is_found_out_and_named(packs, monkeypatch, dtype):
     packs(True)
-    decoder = tiny("llama").base_model
+    decoder = tiny("llama", dtype).base_model
     forward = decoder.forward
 
     def deaf(**inputs):
@@ -179,7 +180,7 @@ def test_a_model_with_an_attention_of_its_own_is_found_out_and_named(packs, monk
 
     monkeypatch.setattr(decoder, "forward", deaf)
     with pytest.warns(
-        UserWarning, match=r"LlamaModel does not let its attention be exchanged \(numbers would be off by"
+        UserWarning, match=r"LlamaModel does not let its attention be exchanged \(states of size .* would be off by"
     ):
         layout = lay_out(decoder, batch())
     assert not layout.spans

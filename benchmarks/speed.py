@@ -109,8 +109,8 @@ def main() -> None:
         help="only rows that have a number to beat: no LoRA, no items apart, and, where not said otherwise, "
         "--only sampling madpo reward policy --precisions fp32 --candidates few",
     )
-    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16", "mixed"), help="all")
-    parser.add_argument("--candidates", nargs="+", choices=("few", "many"), help="per item: both")
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16", "mixed"), help="see above; all of them")
+    parser.add_argument("--candidates", nargs="+", choices=("few", "many"), help="8 or 32 per item; both")
     parser.add_argument("--lengths", nargs="+", choices=("short", "long"), default=("short", "long"), help="of prompts")
     parser.add_argument("--peer", metavar="PYTHON", help="an interpreter that has comlrl==1.4.3")
     parser.add_argument("--threads", type=int, default=2, help="threads of each side (2)")

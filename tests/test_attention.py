@@ -1,4 +1,4 @@
-"""Attention of our own: its precision on a CPU, and what counts as the same numbers."""
+"""Attention of our own: its precision on a CPU, and the trial that compares it with the model's own."""
 
 import math
 

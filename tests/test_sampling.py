@@ -29,8 +29,10 @@ def uniforms_for(prompts: list[list[int]], candidates: int, tokens: int, seed: i
 def dense(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
     """Our filtered distribution over the whole vocabulary, normalised."""
     ids, probs = filtered_distribution(logits, temperature, top_k, top_p)
-    for row, mass in zip(ids, probs > 0, strict=True):
-        assert bool((row[mass].diff() > 0).all()), "kept tokens must stand in token-id order"
+    for row, mass in zip(ids, probs, strict=True):
+        count = 1 + int((row.diff() > 0).cumprod(0).sum())
+        assert not row[count:].any(), "tokens must stand in token-id order, and only filling behind them"
+        assert not mass[count:].any()
     full = torch.zeros(logits.shape, dtype=torch.float64).scatter_add(1, ids, probs)
     return full / full.sum(1, keepdim=True)
 

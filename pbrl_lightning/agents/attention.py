@@ -69,7 +69,7 @@ def precision_of_the_model() -> Iterator[None]:
 
 
 def attention_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """Attention under a mask, or a causal one, in the precision of ``v`` or better."""
+    """Attention under a mask, or a causal one; on a CPU exact between products in bfloat16. The dtype of ``v``."""
     device = q.device.type
     if _EXACT.get() and device == "cpu" and (v.dtype == torch.bfloat16 or torch.is_autocast_enabled(device)):
         # Between products in bfloat16: a CPU's backward of this attention takes half as long in float32.

@@ -11,6 +11,7 @@ from typing_extensions import override
 from pbrl_lightning.media import log_table
 from pbrl_lightning.rounds import log_to
 from pbrl_lightning.samples import JointSample, evaluated_samples, table_of
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class JointEvaluation(L.Callback):
@@ -31,9 +32,9 @@ class JointEvaluation(L.Callback):
 
     def __init__(self, interval: int = 16, num_samples: int = 4) -> None:
         if interval < 0:
-            raise ValueError(f"`interval` must be >= 0 (0 = first and last only), got {interval}")
+            raise ConfigurationError(f"`interval` must be >= 0 (0 = first and last only), got {interval}")
         if num_samples < 1:
-            raise ValueError(f"`num_samples` must be >= 1, got {num_samples}")
+            raise ConfigurationError(f"`num_samples` must be >= 1, got {num_samples}")
         self.interval = interval
         self.num_samples = num_samples
         self.results: list[tuple[int, float]] = []

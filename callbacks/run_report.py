@@ -19,6 +19,7 @@ from pbrl_lightning.preferences.collector import Collection
 from pbrl_lightning.report import RunSummary, render
 from pbrl_lightning.rounds import RoundCallback
 from pbrl_lightning.samples import JointSample, pair_samples
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class RunReport(RoundCallback):
@@ -35,7 +36,7 @@ class RunReport(RoundCallback):
 
     def __init__(self, dirpath: str | None = None, num_samples: int = 4) -> None:
         if num_samples < 0:
-            raise ValueError(f"`num_samples` must be >= 0, got {num_samples}")
+            raise ConfigurationError(f"`num_samples` must be >= 0, got {num_samples}")
         self.dirpath = dirpath
         self.num_samples = num_samples
         self._begin()

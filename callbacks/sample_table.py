@@ -9,6 +9,7 @@ from pbrl_lightning.media import log_table
 from pbrl_lightning.preferences.collector import Collection
 from pbrl_lightning.rounds import RoundCallback
 from pbrl_lightning.samples import pair_samples, table_of
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class SampleTable(RoundCallback):
@@ -22,7 +23,7 @@ class SampleTable(RoundCallback):
 
     def __init__(self, num_items: int = 4) -> None:
         if num_items < 1:
-            raise ValueError(f"`num_items` must be >= 1, got {num_items}")
+            raise ConfigurationError(f"`num_items` must be >= 1, got {num_items}")
         self.num_items = num_items
 
     @override

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.durable import write_atomically
+from pbrl_lightning.utils.errors import MissingFileError
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
@@ -64,14 +65,14 @@ def newest_checkpoint(directory: str | Path) -> Path:
         directory: Of a run, or of its checkpoints.
 
     Raises:
-        FileNotFoundError: If there is none.
+        MissingFileError: If there is none.
     """
     found = [path for path in Path(directory).rglob("*.ckpt") if path.exists()]  # a link may lead nowhere
     for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         if path.is_dir() or _is_whole(path):
             return path
         rank_zero_warn(f"the checkpoint {path} is not whole and is passed over")
-    raise FileNotFoundError(f"there is no whole checkpoint (*.ckpt) under {str(directory)!r}")
+    raise MissingFileError(f"there is no whole checkpoint (*.ckpt) under {str(directory)!r}")
 
 
 def _is_whole(path: Path) -> bool:

@@ -25,6 +25,7 @@ from pbrl_lightning.comparators.base import Comparator
 from pbrl_lightning.data import PreferenceDataModule
 from pbrl_lightning.modules.base import LearnerModule
 from pbrl_lightning.preferences.replay import ReplayBuffer
+from pbrl_lightning.utils.errors import ConfigurationError
 
 EPILOG = """\
 Start with:                pbrl fit --config configs/quickstart.yaml
@@ -118,7 +119,7 @@ class PreferenceCLI(LightningCLI):
             sys.stdout.write(_completion(parser, self.config.completion.shell))
             sys.exit(0)
         if command in COMMANDS:
-            raise ValueError(f"`{command}` must be the first word after `pbrl`: its options follow it")
+            raise ConfigurationError(f"`{command}` must be the first word after `pbrl`: its options follow it")
 
     @staticmethod
     @override

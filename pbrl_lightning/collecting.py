@@ -17,6 +17,7 @@ from pbrl_lightning.data_options import validate_items
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.modules.madpo import MADPOModule
 from pbrl_lightning.rounds import log_to, notify
+from pbrl_lightning.utils.errors import raise_together
 
 
 class PreferenceTrainer(L.Trainer):
@@ -40,7 +41,7 @@ class PreferenceTrainer(L.Trainer):
             The pairs, the same on every process.
 
         Raises:
-            ValueError: If there is no team, or nothing to collect with; all problems are named at once.
+            ConfigurationError: If there is no team, or nothing to collect with; all problems are named at once.
         """
         _check(model, datamodule)
         assert isinstance(model, TeamModule)  # `_check`
@@ -136,5 +137,4 @@ def _check(model: LearnerModule, data: PreferenceDataModule) -> None:
         (data.oracle is None and data.judge is None, "`reward_func` or `judge` must be given to collect"),
     ]
     problems = [message for wrong, message in checks if wrong]
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_together(problems)

@@ -30,6 +30,7 @@ from pbrl_lightning.preferences.selection import PairSelection
 from pbrl_lightning.rollouts import RolloutLoader
 from pbrl_lightning.rounds import RoundRecord, RunProgress, completed_epochs, log_round, log_to, notify
 from pbrl_lightning.schedule import Position, RoundSchedule
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class PreferenceDataModule(L.LightningDataModule):
@@ -72,7 +73,7 @@ class PreferenceDataModule(L.LightningDataModule):
         joint_mode: Only ``aligned`` is supported.
 
     Raises:
-        ValueError: If options do not fit together; all problems are named at once.
+        ConfigurationError: If options do not fit together; all problems are named at once.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class PreferenceDataModule(L.LightningDataModule):
         if self._trainer.state.fn == "fit":
             return []
         if self.evaluator is None:
-            raise ValueError("`eval_items` and `reward_func` must be given to validate")
+            raise ConfigurationError("`eval_items` and `reward_func` must be given to validate")
         return EvaluationLoader(self.evaluator, module.team, self.batch_size or module.pair_batch_size)
 
     def _pair_loader(self, pairs: list[PreferencePair], tokens: list[PairTokens], epoch: int) -> PairLoader:

@@ -11,6 +11,7 @@ from typing import Any
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.dataset_items import BUILDERS, PREFIX, checked_object, file_rows, named_rows
 from pbrl_lightning.importing import import_object, package_file
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
 
 Items = str | Iterable[TaskItem] | Callable[[], Iterable[TaskItem]]
 
@@ -25,9 +26,9 @@ def load_items(given: Any, name: str) -> list[TaskItem]:
         name: What to call them in errors.
 
     Raises:
-        FileNotFoundError: If a file does not exist.
+        MissingFileError: If a file does not exist.
         ImportError: If ``datasets`` is needed and not installed.
-        ValueError: If there are no items, or one is not a dict; names the index or the line.
+        ConfigurationError: If there are no items, or one is not a dict; names the index or the line.
     """
     where = f"`{name}`"
     if isinstance(given, (str, Path)):
@@ -43,13 +44,13 @@ def load_items(given: Any, name: str) -> list[TaskItem]:
         given = given()
     checked_object(given, where)
     if isinstance(given, (str, bytes, dict)) or not isinstance(given, Iterable):
-        raise ValueError(f"{where} must be a list of dicts, got {type(given).__name__}")
+        raise ConfigurationError(f"{where} must be a list of dicts, got {type(given).__name__}")
     items = list(given)
     if not items:
-        raise ValueError(f"{where} must hold at least one task item, got none")
+        raise ConfigurationError(f"{where} must hold at least one task item, got none")
     for index, item in enumerate(items):
         if not isinstance(item, dict):
-            raise ValueError(
+            raise ConfigurationError(
                 f"{where} must be a list of dicts, but item {index} is {type(item).__name__}: {item!r:.80}"
             )
     return items
@@ -93,19 +94,19 @@ def _read(path: Path) -> Any:
     if path.suffix in BUILDERS:
         return file_rows(path)
     if not path.exists():
-        raise FileNotFoundError(f"the file of task items {str(path)!r} does not exist")
+        raise MissingFileError(f"the file of task items {str(path)!r} does not exist")
     packed = path.suffix == ".gz"
     text = (gzip.decompress(path.read_bytes()) if packed else path.read_bytes()).decode("utf-8")
     if path.suffix == ".json":
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not valid JSON: {error}") from error
+            raise ConfigurationError(f"{path}: not valid JSON: {error}") from error
     items = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 items.append(json.loads(line))
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from error
+                raise ConfigurationError(f"{path}, line {number}: not valid JSON: {error}") from error
     return items

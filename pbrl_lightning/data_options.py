@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pbrl_lightning.agents.prompts import check_conversations
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.selection import validate_selection
+from pbrl_lightning.utils.errors import raise_together
 
 if TYPE_CHECKING:
     from pbrl_lightning.data import PreferenceDataModule
@@ -67,8 +68,7 @@ def validate_options(
         validate_selection(data.pair_selection, data.pairs_per_sample, data.iterative)
     except ValueError as error:
         problems.append(str(error))
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_together(problems)
 
 
 def validate_run(data: PreferenceDataModule, module: LearnerModule) -> None:
@@ -116,8 +116,7 @@ def validate_run(data: PreferenceDataModule, module: LearnerModule) -> None:
         ),
     ]
     problems = [message for wrong, message in checks if wrong]
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_together(problems)
 
 
 def validate_items(data: PreferenceDataModule, module: TeamModule) -> None:

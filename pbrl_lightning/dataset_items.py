@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+
 PREFIX: Final = "datasets:"
 """What the name of a data set begins with."""
 
@@ -25,14 +27,14 @@ def named_rows(source: str, split: str = "train") -> Iterable[Any]:
 
     Raises:
         ImportError: If ``datasets`` is not installed.
-        FileNotFoundError: If there is no such directory.
-        ValueError: If the library cannot load it; its words follow.
+        MissingFileError: If there is no such directory.
+        ConfigurationError: If the library cannot load it; its words follow.
     """
     name, _, rest = source.removeprefix(PREFIX).partition(":")
     configuration, _, part = rest.partition(":")
     directory = Path(name).expanduser()
     if not name or ((Path(name).is_absolute() or name[0] in ".~") and not directory.is_dir()):
-        raise FileNotFoundError(f"{source!r} must name a data set of the hub or a directory: {name!r} is neither")
+        raise MissingFileError(f"{source!r} must name a data set of the hub or a directory: {name!r} is neither")
     library = _library(source)
     try:
         if (directory / "dataset_dict.json").exists():
@@ -42,43 +44,45 @@ def named_rows(source: str, split: str = "train") -> Iterable[Any]:
         name = str(directory) if directory.is_dir() else name
         return library.load_dataset(name, configuration or None, split=part or split)
     except Exception as error:  # of many kinds: no network, no such name, split or configuration
-        raise ValueError(f"{source!r} cannot be loaded: {error}") from error
+        raise ConfigurationError(f"{source!r} cannot be loaded: {error}") from error
 
 
 def file_rows(path: Path) -> Iterable[Any]:
     """The rows of a file that is left to the library.
 
     Raises:
-        FileNotFoundError: If it does not exist.
+        MissingFileError: If it does not exist.
         ImportError: If ``datasets`` is not installed.
-        ValueError: If the library cannot read it; its words follow.
+        ConfigurationError: If the library cannot read it; its words follow.
     """
     if not path.exists():
-        raise FileNotFoundError(f"the file of task items {str(path)!r} does not exist")
+        raise MissingFileError(f"the file of task items {str(path)!r} does not exist")
     library = _library(str(path))
     try:
         return library.load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train")
     except Exception as error:
-        raise ValueError(f"{str(path)!r} cannot be loaded: {error}") from error
+        raise ConfigurationError(f"{str(path)!r} cannot be loaded: {error}") from error
 
 
 def checked_object(given: Any, where: str) -> Any:
     """What was given, unless it is an object of the library that has no rows to be counted and picked.
 
     Raises:
-        ValueError: If it is a stream, or several splits; says what to do.
+        ConfigurationError: If it is a stream, or several splits; says what to do.
     """
     library = sys.modules.get("datasets")  # who gives one has imported it
     if library is None or not hasattr(library, "IterableDataset"):
         return given
     if isinstance(given, (library.IterableDataset, library.IterableDatasetDict)):
-        raise ValueError(
+        raise ConfigurationError(
             f"{where} must be a data set with a length, and this one is streamed: items are drawn by their index, "
             "round after round. Load it without `streaming=True`, or give its head, `list(stream.take(1000))`"
         )
     if isinstance(given, library.DatasetDict):
         splits = ", ".join(map(repr, given)) or "none"
-        raise ValueError(f"{where} must be one split of a data set, such as `data['train']`; this one has: {splits}")
+        raise ConfigurationError(
+            f"{where} must be one split of a data set, such as `data['train']`; this one has: {splits}"
+        )
     return given
 
 

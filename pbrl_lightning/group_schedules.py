@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
+from pbrl_lightning.utils.errors import ConfigurationError
+
 
 class GroupSchedules(LRScheduler):
     """One schedule per named parameter group; a group that rests in an update stays where it is on its schedule.
@@ -25,7 +27,7 @@ class GroupSchedules(LRScheduler):
 
     Raises:
         TypeError: If the factory makes something else than a schedule of steps, `ReduceLROnPlateau` among it.
-        ValueError: If a group lacks a name, two share one, or a schedule belongs to another optimizer.
+        ConfigurationError: If a group lacks a name, two share one, or a schedule belongs to another optimizer.
 
     Example:
         >>> from torch import ones
@@ -45,7 +47,7 @@ class GroupSchedules(LRScheduler):
     def __init__(self, optimizer: Optimizer, factory: Callable[[Optimizer], LRScheduler]) -> None:
         names = [group.get("name") for group in optimizer.param_groups]
         if None in names or len(set(names)) < len(names):
-            raise ValueError(f"every parameter group must have a `name` of its own, got {names}")
+            raise ConfigurationError(f"every parameter group must have a `name` of its own, got {names}")
         self.optimizer = optimizer
         self.names = [str(name) for name in names]
         self._factory = factory
@@ -70,10 +72,10 @@ class GroupSchedules(LRScheduler):
         """Begins a group's schedule anew.
 
         Raises:
-            ValueError: If no group has this name.
+            ConfigurationError: If no group has this name.
         """
         if name not in self.names:
-            raise ValueError(f"`name` must be one of {', '.join(self.names)}, got {name!r}")
+            raise ConfigurationError(f"`name` must be one of {', '.join(self.names)}, got {name!r}")
         index = self.names.index(name)
         self._set_lr(index, self._initial_lrs[index])
         self._schedules[index] = self._make(index)
@@ -100,11 +102,11 @@ class GroupSchedules(LRScheduler):
         """Continues where the state was taken.
 
         Raises:
-            ValueError: If the state has other groups.
+            ConfigurationError: If the state has other groups.
         """
         groups = state_dict.get("groups", {})
         if list(groups) != self.names:
-            raise ValueError(
+            raise ConfigurationError(
                 f"`state_dict` must have schedules of the groups {', '.join(self.names)}, got "
                 f"{', '.join(groups) or 'none'}; resume with the options of the run that was saved"
             )
@@ -127,7 +129,7 @@ class GroupSchedules(LRScheduler):
         if not isinstance(schedule, LRScheduler):
             raise TypeError(f"`lr_scheduler` must make a torch LRScheduler, got {kind}")
         if schedule.optimizer is not view:
-            raise ValueError(
+            raise ConfigurationError(
                 f"`lr_scheduler` must schedule the optimizer it is called with, but its {kind} has another"
             )
         self._set_lr(index, self.optimizer.param_groups[index]["lr"])

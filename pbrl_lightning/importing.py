@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+
 
 def import_object(path: str) -> Any:
     """The object that ``package.module:name`` or ``package.module.name`` stands for.
@@ -18,7 +20,7 @@ def import_object(path: str) -> Any:
     What the module's own code raises passes through.
 
     Raises:
-        ValueError: If the path is malformed, or there is no such module or attribute; near matches are named.
+        ConfigurationError: If the path is malformed, or there is no such module or attribute; near matches are named.
 
     Example:
         >>> import_object("math:floor")(2.5)
@@ -27,20 +29,20 @@ def import_object(path: str) -> Any:
     module_name, colon, attributes = path.partition(":")
     parts = [*module_name.split("."), *(attributes.split(".") if colon else [])]
     if len(parts) < 2 or not all(part.isidentifier() for part in parts) or (colon and not attributes):
-        raise ValueError(f"an import path must look like `my_pkg.rewards:score`, got {path!r}")
+        raise ConfigurationError(f"an import path must look like `my_pkg.rewards:score`, got {path!r}")
     if colon:
         module, names = _import_or_none(module_name), attributes.split(".")
     else:
         module, names = _longest_module(parts)
     if module is None:
         missing = module_name if colon else ".".join(parts[:-1])
-        raise ValueError(f"{path!r}: there is no module `{missing}`{_hint(*_near_modules(missing))}")
+        raise ConfigurationError(f"{path!r}: there is no module `{missing}`{_hint(*_near_modules(missing))}")
     found: Any = module
     for name in names:
         if not hasattr(found, name):
             owner = getattr(found, "__name__", type(found).__name__)
             hint = _hint(name, [*dir(found), *_submodules(found)])
-            raise ValueError(f"{path!r}: `{owner}` has no attribute `{name}`{hint}")
+            raise ConfigurationError(f"{path!r}: `{owner}` has no attribute `{name}`{hint}")
         found = getattr(found, name)
     return found
 
@@ -49,13 +51,13 @@ def resolve_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     """The callable that an import path names; a callable is given back as it is.
 
     Raises:
-        ValueError: If there is no such module or attribute, or what is there cannot be called.
+        ConfigurationError: If there is no such module or attribute, or what is there cannot be called.
         TypeError: If ``spec`` is neither text nor callable.
     """
     found = import_object(spec) if isinstance(spec, str) else spec
     if not callable(found):
         if isinstance(spec, str):
-            raise ValueError(f"{spec!r} must name a callable, got {found!r}")
+            raise ConfigurationError(f"{spec!r} must name a callable, got {found!r}")
         raise TypeError(f"an import path or a callable is needed, got {spec!r}")
     return found
 
@@ -103,13 +105,13 @@ def package_file(name: str) -> Path:
     """The file that ``package:NAME/FILE`` stands for.
 
     Raises:
-        FileNotFoundError: If the package is not installed or has no such file.
+        MissingFileError: If the package is not installed or has no such file.
     """
     package, _, file = name.removeprefix("package:").partition("/")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(f"the package {package!r} is not installed ({name!r})")
+        raise MissingFileError(f"the package {package!r} is not installed ({name!r})")
     path = Path(spec.submodule_search_locations[0]) / file
     if not path.exists():
-        raise FileNotFoundError(f"the package {package!r} holds no file {file!r}")
+        raise MissingFileError(f"the package {package!r} holds no file {file!r}")
     return path

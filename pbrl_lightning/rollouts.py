@@ -19,6 +19,7 @@ from pbrl_lightning.preferences.pair_tokens import collate_rows
 from pbrl_lightning.randomness import counted_generator, counted_permutation
 from pbrl_lightning.sharding import gathered
 from pbrl_lightning.timing import spending
+from pbrl_lightning.utils.errors import ConfigurationError
 
 Rows = list[tuple[list[int], list[int]]]
 """Token ids of a prompt and of what follows it, per row."""
@@ -181,13 +182,13 @@ class RolloutLoader:
         """Goes on after that many minibatches; a finished epoch starts the next one from its beginning.
 
         Raises:
-            ValueError: If the checkpoint lies within a rollout of another number of processes.
+            ConfigurationError: If the checkpoint lies within a rollout of another number of processes.
         """
         self._start = self._position = state["position"] % max(1, len(self))
         self._everyones, self._rollout = state["rollouts"], None
         begun = self._start > 0 and self._plan()[self._start][1] > 0
         if begun and len(self._everyones) != self.world_size:
-            raise ValueError(
+            raise ConfigurationError(
                 f"the checkpoint lies within a rollout of {len(self._everyones)} processes, and can only be gone on "
                 f"with by as many, not by {self.world_size}; another checkpoint may lie between two rollouts"
             )

@@ -32,6 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from typing_extensions import override
 
 from pbrl_lightning.agents.forward import decoder_of
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -121,7 +122,7 @@ def share_out(module: L.LightningModule) -> None:
     """Shares out a module's models over the processes, where its trainer's strategy is a :class:`ShardedStrategy`.
 
     Raises:
-        ValueError: If the strategy is another one that leaves no process with whole weights to sample from.
+        ConfigurationError: If the strategy is another one that leaves no process with whole weights to sample from.
     """
     trainer: Any = module.trainer
     strategy = trainer.strategy
@@ -131,7 +132,7 @@ def share_out(module: L.LightningModule) -> None:
     elif isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)) or (
         isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
     ):
-        raise ValueError(
+        raise ConfigurationError(
             f"`strategy` is a {type(strategy).__name__} that shares out weights, which here is done by "
             "`pbrl_lightning.ShardedStrategy` (configs/trainer/fsdp.yaml)"
         )
@@ -176,7 +177,7 @@ def shard_models(module: nn.Module, mesh: DeviceMesh) -> None:
     precision than the weights around them. Their gradients are averaged after the backward.
 
     Raises:
-        ValueError: If a model has no decoder layers that can be told apart.
+        ConfigurationError: If a model has no decoder layers that can be told apart.
     """
     if in_shares(module):
         return
@@ -212,7 +213,9 @@ def _shard_language_model(model: Any, mesh: DeviceMesh) -> None:
     decoder = decoder_of(model)
     layers = [child for child in model.modules() if isinstance(child, GradientCheckpointingLayer)]
     if decoder is None or not layers:
-        raise ValueError(f"{type(model).__name__} shows no decoder layers, by which a sharded strategy shares it out")
+        raise ConfigurationError(
+            f"{type(model).__name__} shows no decoder layers, by which a sharded strategy shares it out"
+        )
     adapters = set(all_adapter_parameters(model))
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=adapters)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pbrl_lightning.sharding import assign
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,11 @@ class LoraOptions:
 
     def __post_init__(self) -> None:
         if self.r < 1:
-            raise ValueError(f"`r` must be >= 1, got {self.r}")
+            raise ConfigurationError(f"`r` must be >= 1, got {self.r}")
         if self.lora_dropout != 0:
-            raise ValueError(f"`lora_dropout` must be 0 (dropout is off in every policy), got {self.lora_dropout}")
+            raise ConfigurationError(
+                f"`lora_dropout` must be 0 (dropout is off in every policy), got {self.lora_dropout}"
+            )
 
     def to_peft(self) -> LoraConfig:
         """The same as PEFT's configuration of a causal LM."""
@@ -73,7 +76,7 @@ def attach_adapters(
         seed: Seed of the new adapters' A matrices.
 
     Raises:
-        ValueError: If a saved adapter has dropout, or a new one is asked for without options.
+        ConfigurationError: If a saved adapter has dropout, or a new one is asked for without options.
     """
     peft_model: PeftModel | None = None
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -83,14 +86,16 @@ def attach_adapters(
         for name, directory in zip(names, directories, strict=True):
             if directory is not None:
                 if getattr(PeftConfig.from_pretrained(directory), "lora_dropout", 0):
-                    raise ValueError(f"the adapter {directory!r} has lora_dropout > 0; set it to 0 in its config")
+                    raise ConfigurationError(
+                        f"the adapter {directory!r} has lora_dropout > 0; set it to 0 in its config"
+                    )
                 if peft_model is None:
                     peft_model = PeftModel.from_pretrained(model, directory, adapter_name=name, is_trainable=True)
                 else:
                     peft_model.load_adapter(directory, adapter_name=name, is_trainable=True)
             else:
                 if lora is None:
-                    raise ValueError("agents without a saved adapter need `lora`")
+                    raise ConfigurationError("agents without a saved adapter need `lora`")
                 config = lora.to_peft()
                 if peft_model is None:
                     peft_model = get_peft_model(model, config, adapter_name=name)
@@ -232,7 +237,9 @@ def adapter_values(parameters: Mapping[str, nn.Parameter], values: Mapping[str, 
 def _copy(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Any]) -> None:
     missing = sorted(set(parameters) - set(values))
     if missing:
-        raise ValueError(f"the saved adapter lacks {', '.join(missing[:3])} … ({len(missing)} of {len(parameters)})")
+        raise ConfigurationError(
+            f"the saved adapter lacks {', '.join(missing[:3])} … ({len(missing)} of {len(parameters)})"
+        )
     for name, parameter in parameters.items():
         assign(parameter, values[name])
 
@@ -246,11 +253,11 @@ def read_adapter(directory: Path, parameters: Mapping[str, nn.Parameter], name: 
         name: The adapter's name on the backbone.
 
     Raises:
-        ValueError: If the file lacks one of them.
+        ConfigurationError: If the file lacks one of them.
     """
     saved = load_file(directory / "adapter_model.safetensors")
     keys = {parameter: parameter.replace(f".{name}.", ".") for parameter in parameters}
     missing = [key for key in keys.values() if key not in saved]
     if missing:
-        raise ValueError(f"the adapter in {str(directory)!r} lacks {missing[0]} and {len(missing) - 1} others")
+        raise ConfigurationError(f"the adapter in {str(directory)!r} lacks {missing[0]} and {len(missing) - 1} others")
     return {parameter: saved[key] for parameter, key in keys.items()}

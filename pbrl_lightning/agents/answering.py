@@ -20,6 +20,7 @@ from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_re
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem
 from pbrl_lightning.randomness import Stream, counted_uniforms
 from pbrl_lightning.timing import spending
+from pbrl_lightning.utils.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from pbrl_lightning.agents.team import AgentTeam
@@ -75,7 +76,7 @@ def answer(
         ``B`` answers of each agent, in the order of ``formatters``.
 
     Raises:
-        ValueError: If a formatter fails or a model cannot be sampled; names the agents.
+        ConfigurationError: If a formatter fails or a model cannot be sampled; names the agents.
     """
     if draws.sampling.temperature == 0 and draws.num_candidates > 1:
         warn_once(team.counts, "greedy", "temperature 0 makes all candidates of an item the same")
@@ -159,7 +160,7 @@ def _sample(team: AgentTeam, asked: list[_Questions], draws: Draws) -> list[list
     except ValueError as error:
         who = ", ".join(str(questions.agent) for questions in asked)
         name = f"agents {who} of one backbone" if together else f"agent {who}"
-        raise ValueError(f"{name} cannot be sampled ({draws.stream}, {draws.step}): {error}") from error
+        raise ConfigurationError(f"{name} cannot be sampled ({draws.stream}, {draws.step}): {error}") from error
     size = len(asked[0].texts)
     return [sampled[place * size : (place + 1) * size] for place in range(len(asked))]
 

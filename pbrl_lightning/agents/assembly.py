@@ -17,6 +17,7 @@ from pbrl_lightning.agents.loading import (
     load_tokenizer_of,
     resolve_source,
 )
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 
 @dataclass
@@ -144,24 +145,23 @@ def check_collaboration(collaboration: str, has_adapter: bool, models: Any, num_
             problems.append(f"`num_agents` must be the number of roles in a centralised team, got {num_agents}")
         if isinstance(models, (list, tuple)) and len(models) != 1:
             problems.append(f"`models` must be one model in a centralised team, got {len(models)}")
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_together(problems)
 
 
 def count_agents(models: str | list[Any] | nn.Module, num_agents: int | None) -> int:
     """How many agents a team has.
 
     Raises:
-        ValueError: If the counts do not fit together.
+        ConfigurationError: If the counts do not fit together.
     """
     if isinstance(models, (list, tuple)):
         if not models:
-            raise ValueError("`models` must name at least one model, got an empty list")
+            raise ConfigurationError("`models` must name at least one model, got an empty list")
         if num_agents is not None and num_agents != len(models):
-            raise ValueError(f"`num_agents` is {num_agents}, but `models` lists {len(models)}")
+            raise ConfigurationError(f"`num_agents` is {num_agents}, but `models` lists {len(models)}")
         return len(models)
     if num_agents is None:
-        raise ValueError("`num_agents` must be given when `models` is a single name")
+        raise ConfigurationError("`num_agents` must be given when `models` is a single name")
     if num_agents < 1:
-        raise ValueError(f"`num_agents` must be >= 1, got {num_agents}")
+        raise ConfigurationError(f"`num_agents` must be >= 1, got {num_agents}")
     return num_agents

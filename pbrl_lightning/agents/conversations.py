@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from pbrl_lightning.batches import TaskItem
+from pbrl_lightning.utils.errors import ConfigurationError
 
 Message: TypeAlias = dict[str, Any]
 """``{"role": …, "content": …}``; further entries go to the chat template as they are."""
@@ -28,31 +29,31 @@ def checked_messages(where: str, messages: Sequence[Any]) -> list[Message]:
         messages: At least one.
 
     Raises:
-        ValueError: If one has no role or no text; names the message.
+        ConfigurationError: If one has no role or no text; names the message.
 
     Example:
         >>> checked_messages("`prompt`", [{"role": "user", "content": "Hi", "tool_calls": None}])
         [{'role': 'user', 'content': 'Hi'}]
         >>> checked_messages("`prompt`", [{"role": "user", "content": "Hi"}, {"role": "user"}])
         Traceback (most recent call last):
-        ValueError: `prompt`, message 1: `content` must be a text, got None
+        pbrl_lightning.utils.errors.ConfigurationError: `prompt`, message 1: `content` must be a text, got None
     """
     if not messages:
-        raise ValueError(f"{where} must have at least one chat message, got none")
+        raise ConfigurationError(f"{where} must have at least one chat message, got none")
     return [_checked(f"{where}, message {index}", message) for index, message in enumerate(messages)]
 
 
 def _checked(where: str, message: Any) -> Message:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where}: a dict with `role` and `content` is needed, got {_short(message)}")
+        raise ConfigurationError(f"{where}: a dict with `role` and `content` is needed, got {_short(message)}")
     kept = {name: value for name, value in message.items() if value is not None}
     if not isinstance(kept.get("role"), str) or not kept["role"]:
-        raise ValueError(f"{where}: `role` must be a text such as 'user', got {_short(message.get('role'))}")
+        raise ConfigurationError(f"{where}: `role` must be a text such as 'user', got {_short(message.get('role'))}")
     if kept.get("tool_calls") and "content" not in kept:
         kept["content"] = ""  # an assistant that only called tools said nothing
     if not isinstance(kept.get("content"), str):
         hint = " (images and sound are not supported)" if isinstance(kept.get("content"), list) else ""
-        raise ValueError(f"{where}: `content` must be a text, got {_short(message.get('content'))}{hint}")
+        raise ConfigurationError(f"{where}: `content` must be a text, got {_short(message.get('content'))}{hint}")
     return kept
 
 
@@ -64,7 +65,7 @@ def conversation_of(item: TaskItem, field: str = "prompt") -> list[Message] | No
         field: Where they are; for ``prompt``, an item that has none of it may have ``messages``.
 
     Raises:
-        ValueError: If a message is malformed, or the last one is the assistant's, so that there is nothing to answer.
+        ConfigurationError: If a message is malformed, or the last one is the assistant's: there is nothing to answer.
     """
     if field == "prompt" and field not in item:
         field = "messages"
@@ -72,7 +73,7 @@ def conversation_of(item: TaskItem, field: str = "prompt") -> list[Message] | No
         return None
     messages = checked_messages(f"`{field}`", item[field])
     if messages[-1]["role"] == "assistant":
-        raise ValueError(
+        raise ConfigurationError(
             f"`{field}`, message {len(messages) - 1}: the last message is the assistant's, which leaves nothing to "
             "answer; take it out, or give a formatter that does"
         )

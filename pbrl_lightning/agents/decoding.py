@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from pbrl_lightning.agents.attention import attention_exchanged, check_options, may_exchange_attention
 from pbrl_lightning.agents.forward import SplitForward, accepts, decoder_of
+from pbrl_lightning.utils.errors import ConfigurationError
 
 _ATTENTION = "pbrl_shared_prompts"
 _SHARED: ContextVar[_SharedPrompts] = ContextVar("shared_prompts")
@@ -39,7 +40,7 @@ class DecodedRows:
         logits: Of each row's next token, shape ``(R, V)``.
 
     Raises:
-        ValueError: If the model does not fill the cache it is given.
+        ConfigurationError: If the model does not fill the cache it is given.
     """
 
     shares_prompts = False
@@ -123,7 +124,7 @@ def _encode(model: nn.Module, prompts: list[list[int]], device: torch.device) ->
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     split = SplitForward(model, **_step_inputs(model, ids, mask, positions, cache))
     if cache.get_seq_length() != width:
-        raise ValueError(
+        raise ConfigurationError(
             f"{type(model).__name__}.forward does not fill the key-value cache it is given, which sampling needs; "
             "let a wrapper pass `past_key_values` and `position_ids` on"
         )

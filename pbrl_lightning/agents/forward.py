@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pbrl_lightning.utils.errors import ConfigurationError
+
 ContextPair = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
@@ -58,11 +60,13 @@ def checkpointed_layers(model: nn.Module, context_fn: Callable[[], ContextPair])
             adapter again, because the backward of all agents comes after the last agent's forward.
 
     Raises:
-        ValueError: If the model has no layers that can be checkpointed.
+        ConfigurationError: If the model has no layers that can be checkpointed.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no checkpointable layers; set gradient_checkpointing=False")
+        raise ConfigurationError(
+            f"{type(model).__name__} has no checkpointable layers; set gradient_checkpointing=False"
+        )
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
     originals = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:

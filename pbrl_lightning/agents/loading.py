@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from pbrl_lightning.importing import package_file
 from pbrl_lightning.timing import spending
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
 
 TINY = "builtin:tiny"
 LETTERS = "builtin:letters"
@@ -64,8 +65,8 @@ def resolve_source(name: str) -> Source:
             into :func:`cache_directory`, and adapters name that directory as their base.
 
     Raises:
-        FileNotFoundError: If a path or a package's file does not exist.
-        ValueError: If a directory holds neither a model nor an adapter.
+        MissingFileError: If a path or a package's file does not exist.
+        ConfigurationError: If a directory holds neither a model nor an adapter.
     """
     if name == TINY:
         return Source(_materialised("tiny", _save_tiny))
@@ -78,7 +79,7 @@ def resolve_source(name: str) -> Source:
         return Source(_dequantised(path))
     if not path.is_dir():
         if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-            raise FileNotFoundError(f"the model directory {name!r} does not exist")
+            raise MissingFileError(f"the model directory {name!r} does not exist")
         return Source(name)
     if (path / "adapter_config.json").exists():
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
@@ -88,7 +89,7 @@ def resolve_source(name: str) -> Source:
     gguf = sorted(path.glob("*.gguf"))
     if len(gguf) == 1:
         return Source(_dequantised(gguf[0]))
-    raise ValueError(
+    raise ConfigurationError(
         f"the directory {name!r} holds no model: it needs a config.json, an adapter_config.json or one .gguf file"
     )
 
@@ -103,7 +104,9 @@ def expand_sources(models: Any) -> Any:
         found = {path.name for path in Path(models).iterdir() if re.fullmatch(r"agent_\d+", path.name)}
         missing = sorted({f"agent_{index}" for index in range(len(found))} - found)
         if missing:
-            raise ValueError(f"the directory {models!r} lacks {', '.join(missing)}; it has {', '.join(sorted(found))}")
+            raise ConfigurationError(
+                f"the directory {models!r} lacks {', '.join(missing)}; it has {', '.join(sorted(found))}"
+            )
         return [str(Path(models) / f"agent_{index}") for index in range(len(found))]
     return models
 
@@ -242,7 +245,7 @@ def _save_here(model: Any, directory: Path) -> None:
 
 def _dequantised(path: Path) -> str:
     if not path.exists():
-        raise FileNotFoundError(f"the GGUF file {str(path)!r} does not exist")
+        raise MissingFileError(f"the GGUF file {str(path)!r} does not exist")
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**22):

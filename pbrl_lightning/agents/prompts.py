@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from pbrl_lightning.agents.conversations import Message, checked_messages, conversation_of, is_chat
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.importing import import_object
+from pbrl_lightning.utils.errors import ConfigurationError
 
 Formatter = Callable[[TaskItem], Any]
 """Task item to a prompt string, or to a list of chat messages that the tokenizer's chat template renders."""
@@ -20,7 +21,7 @@ Formatter = Callable[[TaskItem], Any]
 class _Fields(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         fields = ", ".join(sorted(map(repr, self))) or "none"
-        raise ValueError(f"the template names the field {key!r}, but the task item has: {fields}")
+        raise ConfigurationError(f"the template names the field {key!r}, but the task item has: {fields}")
 
 
 def _whole_fields(template: str) -> set[str]:
@@ -32,14 +33,14 @@ def _fill(template: str, item: Mapping[str, Any]) -> str:
     try:
         for field in _whole_fields(template):
             if is_chat(item.get(field)):
-                raise ValueError(
+                raise ConfigurationError(
                     f"the template {template!r} makes a text, and the task item's {field!r} is a list of chat "
                     "messages: `{prompt}` alone keeps them, ChatTemplate puts its text in the place of the last one's, "
                     "and a callable may do anything else"
                 )
         return template.format_map(_Fields(item))
     except (IndexError, KeyError, AttributeError) as error:
-        raise ValueError(f"the template {template!r} cannot be filled from the task item: {error}") from error
+        raise ConfigurationError(f"the template {template!r} cannot be filled from the task item: {error}") from error
 
 
 class PromptTemplate:
@@ -89,7 +90,7 @@ class ChatTemplate:
         if chat is not None:
             item = {**item, "prompt": last["content"]}
             if last["role"] != "user" and self.user != "{prompt}":
-                raise ValueError(
+                raise ConfigurationError(
                     f"the template {self.user!r} is for a user's message, but the last one's role is {last['role']!r}"
                 )
         messages = [*before, {**last, "content": _fill(self.user, item)}]
@@ -110,7 +111,7 @@ def resolve_formatters(formatters: Any, num_agents: int) -> list[Formatter]:
         num_agents: Number of agents.
 
     Raises:
-        ValueError: If the number of formatters differs from the number of agents, or one is of another type.
+        ConfigurationError: If the number of formatters differs from the number of agents, or one is of another type.
     """
     if isinstance(formatters, str) and "{" not in formatters:
         formatters = import_object(formatters)
@@ -120,13 +121,17 @@ def resolve_formatters(formatters: Any, num_agents: int) -> list[Formatter]:
         formatters = [formatters] * num_agents
     if not isinstance(formatters, Sequence) or len(formatters) != num_agents:
         count = len(formatters) if isinstance(formatters, Sequence) else formatters
-        raise ValueError(f"`formatters` must be one for all or one per agent ({num_agents} agents), got {count}")
+        raise ConfigurationError(
+            f"`formatters` must be one for all or one per agent ({num_agents} agents), got {count}"
+        )
     resolved: list[Formatter] = []
     for agent, formatter in enumerate(formatters):
         if isinstance(formatter, str):
             formatter = PromptTemplate(formatter) if "{" in formatter else import_object(formatter)
         if not callable(formatter):
-            raise ValueError(f"`formatters[{agent}]` must be a template string or a callable, got {formatter!r}")
+            raise ConfigurationError(
+                f"`formatters[{agent}]` must be a template string or a callable, got {formatter!r}"
+            )
         resolved.append(formatter)
     return resolved
 
@@ -135,14 +140,14 @@ def made_prompt(formatter: Formatter, item: TaskItem) -> str | list[Message]:
     """What a formatter makes of a task item, checked.
 
     Raises:
-        ValueError: If it is neither a text nor a list of chat messages, or a message is malformed.
+        ConfigurationError: If it is neither a text nor a list of chat messages, or a message is malformed.
     """
     prompt = formatter(item)
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and prompt and any(isinstance(message, dict) for message in prompt):
         return checked_messages("the prompt", prompt)
-    raise ValueError(f"a formatter must return a string or a list of chat messages, got {prompt!r}")
+    raise ConfigurationError(f"a formatter must return a string or a list of chat messages, got {prompt!r}")
 
 
 def check_conversations(formatters: Sequence[Formatter], items: Iterable[TaskItem], name: str) -> None:
@@ -154,7 +159,7 @@ def check_conversations(formatters: Sequence[Formatter], items: Iterable[TaskIte
         name: What to call them in errors.
 
     Raises:
-        ValueError: Names the item and the message.
+        ConfigurationError: Names the item and the message.
     """
     templates = [made for made in formatters if isinstance(made, PromptTemplate | ChatTemplate)]
     texts = [made.text if isinstance(made, PromptTemplate) else made.user for made in templates]
@@ -167,7 +172,7 @@ def check_conversations(formatters: Sequence[Formatter], items: Iterable[TaskIte
             for template in templates:
                 template(item)
         except ValueError as error:
-            raise ValueError(f"`{name}`: task item {index}: {error}") from error
+            raise ConfigurationError(f"`{name}`: task item {index}: {error}") from error
 
 
 def render_prompt(formatter: Formatter, item: TaskItem, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -182,7 +187,7 @@ def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> 
     Templates that refuse the system role (Gemma's, for one) get its text at the head of the first user message.
     """
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise ConfigurationError(
             f"chat messages need a tokenizer with a chat template, and {tokenizer.name_or_path!r} has none; use a "
             "template string such as 'Summarise: {prompt}', or, where the items are chats, a callable that makes a text"
         )
@@ -250,7 +255,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
-            raise ValueError("an empty prompt needs a tokenizer with a BOS or EOS token")
+            raise ConfigurationError("an empty prompt needs a tokenizer with a BOS or EOS token")
         ids = [start]
     return ids
 

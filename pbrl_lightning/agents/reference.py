@@ -11,6 +11,7 @@ from pbrl_lightning.agents.adapters import adapter_values
 from pbrl_lightning.agents.logprobs import ResponseLogps
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class ReferenceKL:
         devices: Where the reference lives; None for the actors' own devices.
 
     Raises:
-        ValueError: If a value is out of range.
+        ConfigurationError: If a value is out of range.
     """
 
     coef: float = 0.1
@@ -30,9 +31,13 @@ class ReferenceKL:
 
     def __post_init__(self) -> None:
         if not self.coef > 0:
-            raise ValueError(f"the reference's `coef` must be > 0 (leave `reference_kl` out for none), got {self.coef}")
+            raise ConfigurationError(
+                f"the reference's `coef` must be > 0 (leave `reference_kl` out for none), got {self.coef}"
+            )
         if self.devices is not None and not self.devices:
-            raise ValueError("the reference's `devices` must name at least one device or be null, got an empty list")
+            raise ConfigurationError(
+                "the reference's `devices` must name at least one device or be null, got an empty list"
+            )
 
 
 class ReferencePolicies:

@@ -13,6 +13,7 @@ from typing_extensions import override
 from pbrl_lightning.agents.loading import warn_once
 from pbrl_lightning.agents.prompts import Formatter, made_prompt, plain_text
 from pbrl_lightning.batches import TaskItem
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class JointAdapter(ABC):
@@ -107,7 +108,7 @@ class JointRoles:
         """The ``N`` responses in a joint text, None if it holds none.
 
         Raises:
-            ValueError: If the adapter gives anything but ``N`` texts.
+            ConfigurationError: If the adapter gives anything but ``N`` texts.
         """
         parts = self.adapter.parse(text, len(self))
         if parts is None:
@@ -115,7 +116,7 @@ class JointRoles:
         texts = isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts)
         if not texts or len(parts) != len(self):
             name, got = type(self.adapter).__name__, len(parts) if texts else repr(parts)
-            raise ValueError(f"`{name}.parse` must give {len(self)} responses or None, got {got}")
+            raise ConfigurationError(f"`{name}.parse` must give {len(self)} responses or None, got {got}")
         return list(parts)
 
     def view(

@@ -17,6 +17,7 @@ from pbrl_lightning.agents.adapters import adapters_by_row
 from pbrl_lightning.agents.decoding import DecodedRows, rows_for
 from pbrl_lightning.agents.loading import vocabulary_of
 from pbrl_lightning.agents.products import device_memory, ready_products
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 LOGIT_BUDGET = 2**26
 """Most logits of one step of sampling, over all rows (256 MiB in fp32), whatever the vocabulary."""
@@ -37,7 +38,7 @@ class SamplingConfig:
             have; None for the weights' own. The tokens are then those of a slightly different policy.
 
     Raises:
-        ValueError: If a value is out of range; all of them are named at once.
+        ConfigurationError: If a value is out of range; all of them are named at once.
     """
 
     temperature: float = 0.6
@@ -62,8 +63,7 @@ class SamplingConfig:
             problems.append(f"`token_budget` must be >= 1 or null (by the device's memory), got {self.token_budget}")
         if self.dtype not in (None, "bfloat16", "float16"):
             problems.append(f"`dtype` must be 'bfloat16', 'float16' or null (the weights' own), got {self.dtype!r}")
-        if problems:
-            raise ValueError("; ".join(problems))
+        raise_together(problems)
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,10 @@ def next_tokens(logits: Tensor, uniforms: Tensor, config: SamplingConfig) -> Ten
     """The next token of each row, shape ``(R,)``.
 
     Raises:
-        ValueError: If logits are NaN or +inf, as those of a diverged model.
+        ConfigurationError: If logits are NaN or +inf, as those of a diverged model.
     """
     if not bool(logits.amax(1).isfinite().all()):
-        raise ValueError(
+        raise ConfigurationError(
             "the model's logits are NaN or infinite: its weights have diverged, or its dtype is too narrow"
         )
     if config.temperature == 0:

@@ -36,6 +36,7 @@ from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.batches import AgentAnswer, TaskItem, TeamSample, TokenBatch
 from pbrl_lightning.randomness import Stream
 from pbrl_lightning.sharding import all_adapter_parameters, deepcopy_detached, in_shares
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 
 class AgentTeam(nn.Module):
@@ -69,7 +70,7 @@ class AgentTeam(nn.Module):
             :class:`pbrl_lightning.agents.roles.TagAdapter`.
 
     Raises:
-        ValueError: If counts do not fit together, one model object is given for two agents, or a formatter is wrong.
+        ConfigurationError: If counts do not fit together, two agents share a model object, or a formatter is wrong.
     """
 
     def __init__(
@@ -107,8 +108,7 @@ class AgentTeam(nn.Module):
         problems = self._settings.problems()
         if max_prompt_length is not None and max_prompt_length < 1:
             problems.append(f"`max_prompt_length` must be >= 1, got {max_prompt_length}")
-        if problems:
-            raise ValueError("; ".join(problems))
+        raise_together(problems)
 
     @property
     def num_agents(self) -> int:
@@ -224,23 +224,25 @@ class AgentTeam(nn.Module):
         """The prompt text of a task item for one agent, by its own formatter or another one.
 
         Raises:
-            ValueError: If the formatter fails; names the agent and the item.
+            ConfigurationError: If the formatter fails; names the agent and the item.
         """
         try:
             return render_prompt(formatter or self.formatters[agent], item, self.tokenizer(agent))
         except Exception as error:
-            raise ValueError(f"the formatter of agent {agent} failed on task item {item_index}: {error}") from error
+            raise ConfigurationError(
+                f"the formatter of agent {agent} failed on task item {item_index}: {error}"
+            ) from error
 
     def prompt_ids(self, agent: int, text: str, num_response_tokens: int) -> list[int]:
         """Token ids of a prompt, cut on the left to leave room for the response.
 
         Raises:
-            ValueError: If the context has no room for even one prompt token, or the model does not know a token.
+            ConfigurationError: If the context has no room for a prompt token, or the model does not know a token.
         """
         ids = encode_prompt(self.tokenizer(agent), text)
         vocabulary = vocabulary_of(self.model(agent))
         if vocabulary is not None and max(ids) >= vocabulary:
-            raise ValueError(
+            raise ConfigurationError(
                 f"agent {agent}'s tokenizer gives the token id {max(ids)}, but its model has {vocabulary} embeddings: "
                 "give the tokenizer that belongs to the model, or resize the model's embeddings and save it"
             )
@@ -248,7 +250,7 @@ class AgentTeam(nn.Module):
         context = self.context_length(agent)
         if context is not None:
             if context <= num_response_tokens:
-                raise ValueError(
+                raise ConfigurationError(
                     f"agent {agent}'s model has {context} positions, which leaves no room for a prompt beside "
                     f"{num_response_tokens} response tokens; lower `max_new_tokens`"
                 )
@@ -384,10 +386,10 @@ class AgentTeam(nn.Module):
         for agent in range(self.num_agents):
             parameters = self.agent_parameters(agent).values()
             if not parameters:
-                raise ValueError(f"agent {agent} has no trainable parameters (all have requires_grad=False)")
+                raise ConfigurationError(f"agent {agent} has no trainable parameters (all have requires_grad=False)")
             for parameter in parameters:
                 if owner.setdefault(id(parameter), agent) != agent:
-                    raise ValueError(
+                    raise ConfigurationError(
                         f"agents {owner[id(parameter)]} and {agent} share trainable weights; give them `lora` "
                         "(one adapter each on a frozen backbone) or separate copies"
                     )

@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser
 from pbrl_lightning.migration.convert import Migration, MigrationError, migrate
 from pbrl_lightning.migration.names import names_table
 from pbrl_lightning.migration.reading import Left
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
 
 HELP = "Convert a CoMLRL configuration."
 _SECRET = re.compile(r"(key|token|secret|password|auth|authorization|credentials?)$", re.IGNORECASE)
@@ -42,7 +43,7 @@ def main(args: list[str]) -> None:
         args: What follows ``pbrl migrate``.
 
     Raises:
-        ValueError: If the file is no YAML, or no configuration that can be converted.
+        ConfigurationError: If the file is no YAML, or no configuration that can be converted.
         OSError: If a file cannot be read or exists already.
     """
     options = parser().parse_args(args)
@@ -50,7 +51,7 @@ def main(args: list[str]) -> None:
         sys.stdout.write(names_table() + "\n")
         return
     if options.source is None:
-        raise ValueError("`source` must name a CoMLRL configuration (or give `--names`)")
+        raise ConfigurationError("`source` must name a CoMLRL configuration (or give `--names`)")
     if options.output is not None and Path(options.output).exists():
         raise FileExistsError(f"`output` must not exist already, got {options.output}")
     formatters = options.formatters
@@ -79,20 +80,20 @@ def migrate_file(path: Path, **in_code: Any) -> Migration:
         **in_code: What CoMLRL has in code: ``items``, ``eval_items``, ``reward_func``, ``formatters``.
 
     Raises:
-        ValueError: If it is no YAML, or no configuration that can be converted; names the file and all problems.
-        FileNotFoundError: If it does not exist.
+        ConfigurationError: If it is not YAML, or cannot be converted; names the file and all problems.
+        MissingFileError: If it does not exist.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"the configuration {str(path)!r} does not exist")
+        raise MissingFileError(f"the configuration {str(path)!r} does not exist")
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+        raise ConfigurationError(f"{path} is no YAML: {error}") from error
     try:
         return migrate(document, **in_code)
     except MigrationError as error:
         listed = "".join(f"\n  - {problem}" for problem in error.problems)
-        raise ValueError(f"{path} cannot be converted:{listed}") from None
+        raise ConfigurationError(f"{path} cannot be converted:{listed}") from None
 
 
 def as_yaml(done: Migration, source: str, target: str) -> str:

@@ -17,6 +17,7 @@ from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.data_items import load_items
 from pbrl_lightning.durable import write_atomically
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, raise_together
 
 HELP = "Write a team's answers to task items as JSON lines."
 _CHUNK = 16
@@ -61,8 +62,8 @@ def main(args: list[str]) -> None:
         args: What follows ``pbrl sample``.
 
     Raises:
-        ValueError: If an option is wrong; all problems are named at once.
-        FileNotFoundError: If a file that is named does not exist.
+        ConfigurationError: If an option is wrong; all problems are named at once.
+        MissingFileError: If a file that is named does not exist.
     """
     named = Namespace(run=None)
     found = ArgumentParser(add_help=False, exit_on_error=False)
@@ -80,8 +81,7 @@ def main(args: list[str]) -> None:
         problems.append(f"`num_candidates` must be >= 1, got {options.num_candidates}")
     if options.output is not None and Path(options.output).exists() and not options.overwrite:
         problems.append(f"`output` must not exist already (or `--overwrite true`), got {options.output}")
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_together(problems)
     items = load_items(options["items"], "items")
     team = options.team.load()
     team.place([options.device or ("cuda" if torch.cuda.is_available() else "cpu")])
@@ -112,7 +112,7 @@ def answers(
         A line of JSON per joint response; a centralised team's is taken apart, and stands whole beside its parts.
 
     Raises:
-        ValueError: If a task item is not JSON; names its index.
+        ConfigurationError: If a task item is not JSON; names its index.
     """
     for start in range(0, len(items), _CHUNK):
         chunk = list(range(start, min(start + _CHUNK, len(items))))
@@ -145,19 +145,19 @@ def of_run(path: Path) -> dict[str, Any]:
         path: The run's directory.
 
     Raises:
-        FileNotFoundError: If it holds no config or no exported agents.
-        ValueError: If its module has no team.
+        MissingFileError: If it holds no config or no exported agents.
+        ConfigurationError: If its module has no team.
     """
     config, export = path / "config.yaml", path / "export"
     missing = [str(needed) for needed in (config, export / "agent_0") if not needed.exists()]
     if missing:
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"`run` must be the directory of a run that ended, but {' and '.join(missing)} is missing"
         )
     saved = yaml.safe_load(config.read_text(encoding="utf-8"))
     team = saved["model"].get("init_args", {}).get("team")
     if team is None:
-        raise ValueError(f"the run in {path} is a {saved['model']['class_path']}'s, which has no team")
+        raise ConfigurationError(f"the run in {path} is a {saved['model']['class_path']}'s, which has no team")
     kept = ("num_agents", "formatters", "dtype", "max_prompt_length", "collaboration", "joint_adapter")
     options = {f"team.{name}": value for name, value in team["init_args"].items() if name in kept}
     data = saved["data"]
@@ -169,7 +169,7 @@ def _line(record: dict[str, Any]) -> str:
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
-        raise ValueError(f"task item {record['item_index']} cannot be written as JSON: {error}") from error
+        raise ConfigurationError(f"task item {record['item_index']} cannot be written as JSON: {error}") from error
 
 
 def _write(file: IO[bytes], lines: Iterator[str]) -> None:

@@ -19,6 +19,7 @@ from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample
 from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
 from pbrl_lightning.concurrency import each, run_to_end
 from pbrl_lightning.remote import ApiClient, ApiEndpoint, ApiRequest, ApiUnavailableError
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class ApiComparator(Comparator):
@@ -81,7 +82,7 @@ def _question(row: int, item: TaskItem, item_index: int, agent: int, formatter: 
     try:
         prompt = made_prompt(formatter, item)
     except Exception as error:
-        raise ValueError(
+        raise ConfigurationError(
             f"the comparator's formatter for agent {agent} failed on task item {item_index}: {error}"
         ) from error
     return _Question(row, item, item_index, agent, prompt)

@@ -17,6 +17,7 @@ from pbrl_lightning.batches import TaskItem, TeamSample
 from pbrl_lightning.comparators.centralized import JointSpeaker
 from pbrl_lightning.preferences.journal import CollectionJournal
 from pbrl_lightning.randomness import Stream
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class Speaker(Protocol):
@@ -81,7 +82,7 @@ class Comparator(ABC):
 
     def __init__(self, num_candidates: int | None = None, *, centralized: CentralizedGeneration | None = None) -> None:
         if num_candidates is not None and num_candidates < 1:
-            raise ValueError(f"the comparator's `num_candidates` must be >= 1 or null, got {num_candidates}")
+            raise ConfigurationError(f"the comparator's `num_candidates` must be >= 1 or null, got {num_candidates}")
         self.num_candidates = num_candidates
         self.centralized = centralized
         self.formatters: Any = None
@@ -126,15 +127,17 @@ class Comparator(ABC):
         """Finds what is wrong with the options for this team; loads nothing.
 
         Raises:
-            ValueError: If it cannot answer for the team.
+            ConfigurationError: If it cannot answer for the team.
         """
         self.role_formatters(team)
         if self.centralized is None:
             return
         if team.roles is not None:
-            raise ValueError("`centralized` must be left out: the comparator of a centralised team is centralised")
+            raise ConfigurationError(
+                "`centralized` must be left out: the comparator of a centralised team is centralised"
+            )
         if not 0 <= self.centralized.agent_index < team.num_agents:
-            raise ValueError(
+            raise ConfigurationError(
                 f"`centralized.agent_index` must be from 0 to {team.num_agents - 1} in a team of {team.num_agents}, "
                 f"got {self.centralized.agent_index}"
             )

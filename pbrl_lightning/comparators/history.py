@@ -11,6 +11,7 @@ from pbrl_lightning.agents.adapters import adapter_values, read_adapter
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
 from pbrl_lightning.comparators.local import checked_devices, frozen_team
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
 
 
 def history_name(rounds_completed: int) -> str:
@@ -47,7 +48,7 @@ class HistoryComparator(Comparator):
     ) -> None:
         super().__init__(num_candidates, centralized=centralized)
         if k < 1:
-            raise ValueError(f"`k` must be >= 1 (rounds back), got {k}")
+            raise ConfigurationError(f"`k` must be >= 1 (rounds back), got {k}")
         self.k = k
         self.devices = checked_devices(devices) if devices is not None else None
 
@@ -65,9 +66,7 @@ class HistoryComparator(Comparator):
         agents = [directory / f"agent_{agent}" for agent in range(team.num_agents)]
         for path in agents:
             if not path.is_dir():
-                raise FileNotFoundError(
-                    f"the policy checkpoint {str(path)!r} for round {phase.round_number} is missing"
-                )
+                raise MissingFileError(f"the policy checkpoint {str(path)!r} for round {phase.round_number} is missing")
         if self.devices is None and all(team.adapter(agent) for agent in range(team.num_agents)):
             with ExitStack() as stack:
                 for agent, path in enumerate(agents):

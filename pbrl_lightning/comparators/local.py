@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class CurrentComparator(Comparator):
@@ -92,7 +93,7 @@ class ModelComparator(Comparator):
     def check(self, team: AgentTeam) -> None:
         super().check(team)
         if isinstance(self.models, list) and len(self.models) != team.num_agents:
-            raise ValueError(
+            raise ConfigurationError(
                 f"the comparator's `models` must be one for all roles or {team.num_agents}, got {len(self.models)}"
             )
 
@@ -140,13 +141,15 @@ def checked_devices(devices: list[str]) -> list[str]:
     """The devices, if each is one that torch knows.
 
     Raises:
-        ValueError: If the list is empty or a name is not a device.
+        ConfigurationError: If the list is empty or a name is not a device.
     """
     if not devices:
-        raise ValueError("`devices` must name at least one device, got an empty list")
+        raise ConfigurationError("`devices` must name at least one device, got an empty list")
     for device in devices:
         try:
             torch.device(device)
         except RuntimeError as error:
-            raise ValueError(f"`devices` must be device names such as 'cpu' or 'cuda:1', got {device!r}") from error
+            raise ConfigurationError(
+                f"`devices` must be device names such as 'cpu' or 'cuda:1', got {device!r}"
+            ) from error
     return devices

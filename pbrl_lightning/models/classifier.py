@@ -13,17 +13,18 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, 
 from transformers.utils import logging as transformers_logging
 
 from pbrl_lightning.agents.loading import Source
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 def score_head(classifier: Any) -> nn.Linear:
     """The layer of a sequence classifier that gives the one number.
 
     Raises:
-        ValueError: If the architecture has none of the usual form.
+        ConfigurationError: If the architecture has none of the usual form.
     """
     head = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear) or head.out_features != 1 or head.bias is not None:
-        raise ValueError(
+        raise ConfigurationError(
             f"{type(classifier).__name__} has no head `score` with one output and no bias, which a reward model needs"
         )
     return head
@@ -38,12 +39,14 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
 
     Raises:
         OSError: If the source cannot be loaded.
-        ValueError: If it is a classifier of several outputs, or a saved reward model without its head.
+        ConfigurationError: If it is a classifier of several outputs, or a saved reward model without its head.
     """
     config = AutoConfig.from_pretrained(source.base)
     is_classifier = any("SequenceClassification" in name for name in config.architectures or [])
     if is_classifier and config.num_labels != 1:
-        raise ValueError(f"{source.base!r} is a classifier of {config.num_labels} outputs; a reward model has one")
+        raise ConfigurationError(
+            f"{source.base!r} is a classifier of {config.num_labels} outputs; a reward model has one"
+        )
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()  # a causal LM has no head, and that is no news here
@@ -61,7 +64,7 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
             transformers_logging.enable_progress_bar()
     missing = sorted(info["missing_keys"])
     if missing and (is_classifier or any(not key.startswith("score.") for key in missing)):
-        raise ValueError(f"the model {source.base!r} lacks {', '.join(missing[:3])}")
+        raise ConfigurationError(f"the model {source.base!r} lacks {', '.join(missing[:3])}")
     trained = is_classifier
     if source.adapter is not None:
         trained |= str(PeftConfig.from_pretrained(source.adapter).task_type).endswith("SEQ_CLS")
@@ -77,7 +80,7 @@ def _with_adapter(classifier: Any, directory: str) -> Any:
         try:
             return PeftModel.from_pretrained(classifier, directory).merge_and_unload()
         except KeyError as error:
-            raise ValueError(f"the adapter {directory!r} lacks {error} (a reward model's head?)") from error
+            raise ConfigurationError(f"the adapter {directory!r} lacks {error} (a reward model's head?)") from error
 
 
 def has_classifier(model: Any) -> bool:
@@ -89,14 +92,14 @@ def classifier_around(model: Any) -> tuple[Any, Tensor | None]:
     """A sequence classifier with a loaded model's own backbone in it, and the model's head if it is a classifier.
 
     Raises:
-        ValueError: If transformers has no sequence classifier of the architecture.
+        ConfigurationError: If transformers has no sequence classifier of the architecture.
     """
     if hasattr(model, "score"):
         return model, score_head(model).weight.detach().clone()
     config = deepcopy(model.config)  # the model's own stays a language model's
     config.num_labels = 1
     if not has_classifier(model):
-        raise ValueError(f"{type(model).__name__} has no sequence classifier in transformers")
+        raise ConfigurationError(f"{type(model).__name__} has no sequence classifier in transformers")
     with torch.device("meta"):
         classifier = AutoModelForSequenceClassification.from_config(config)
     like = next(model.parameters())

@@ -21,6 +21,7 @@ from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.head import ScalarHead, head_dtype
 from pbrl_lightning.models.scalar import ScalarModel
+from pbrl_lightning.utils.errors import ConfigurationError
 
 Texts = Sequence[Sequence[str]]
 Row = tuple[list[int], list[int]]
@@ -42,7 +43,7 @@ class Critic(nn.Module):
     def __init__(self, critic_type: CriticType = "v") -> None:
         super().__init__()
         if critic_type not in get_args(CriticType):
-            raise ValueError(f"`critic_type` must be 'v' or 'q', got {critic_type!r}")
+            raise ConfigurationError(f"`critic_type` must be 'v' or 'q', got {critic_type!r}")
         self.critic_type = critic_type
 
     @abstractmethod
@@ -217,13 +218,13 @@ class SeparateCritics(TextCritic):
         sources = self._sources if isinstance(self._sources, list) else [self._sources] * count
         tokenizers: list[Any] = list(self._tokenizers) if self._tokenizers else [None] * count
         if len(sources) != count or len(tokenizers) != count:
-            raise ValueError(
+            raise ConfigurationError(
                 f"the critics' `models` and `tokenizers` must be one per agent ({count}), got {len(sources)} and "
                 f"{len(tokenizers)}"
             )
         objects = [id(source) for source in sources if isinstance(source, nn.Module)]
         if len(set(objects)) < len(objects):
-            raise ValueError("one model object is given for two critics; give copies")
+            raise ConfigurationError("one model object is given for two critics; give copies")
         for agent, (source, tokenizer) in enumerate(zip(sources, tokenizers, strict=True)):
             model = _ScalarModel(source, tokenizer=tokenizer, index=agent, **self._options)
             self.models.append(model.bind(team, agent))
@@ -250,7 +251,7 @@ class AttachedCritics(Critic):
     def __init__(self, critic_type: CriticType = "v", *, value_clip_range: float | None = 0.2, seed: int = 0) -> None:
         super().__init__(critic_type)
         if value_clip_range is not None and not value_clip_range > 0:
-            raise ValueError(f"`value_clip_range` must be > 0 or null (off), got {value_clip_range}")
+            raise ConfigurationError(f"`value_clip_range` must be > 0 or null (off), got {value_clip_range}")
         self.value_clip_range = value_clip_range
         self.seed = seed
         self.heads = nn.ModuleList()

@@ -12,6 +12,7 @@ from pbrl_lightning.models.classifier import has_classifier
 from pbrl_lightning.models.scalar import ScalarModel
 from pbrl_lightning.preferences.pair_tokens import collate_rows, drop_identical
 from pbrl_lightning.timing import spending
+from pbrl_lightning.utils.errors import ConfigurationError
 
 TOKEN_BUDGET = 16384
 """Most tokens (padding counted) scored in one forward."""
@@ -23,7 +24,7 @@ class JointRewardModel(ScalarModel):
     @override
     def load(self) -> Self:
         if self._team and not has_classifier(self._team[0].load().model(0)):
-            raise ValueError(
+            raise ConfigurationError(
                 f"{type(self._team[0].model(0)).__name__} has no sequence classifier in transformers, the form in "
                 "which reward models are saved; name another `model`"
             )

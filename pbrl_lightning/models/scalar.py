@@ -37,6 +37,7 @@ from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.classifier import classifier_around, load_classifier, score_head
 from pbrl_lightning.models.head import ScalarHead, head_dtype
 from pbrl_lightning.sharding import all_adapter_parameters, assign, deepcopy_detached
+from pbrl_lightning.utils.errors import ConfigurationError
 
 TEAM = "team"
 """The ``model`` that stands for an adapter of its own on the team's frozen backbone."""
@@ -62,7 +63,7 @@ class ScalarModel(nn.Module):
         index: Its place among several of its role: heads are drawn and adapters named by it.
 
     Raises:
-        ValueError: If options do not fit together.
+        ConfigurationError: If options do not fit together.
     """
 
     role = "reward"
@@ -94,7 +95,7 @@ class ScalarModel(nn.Module):
         ]
         problems = [message for wrong, message in checks if wrong]
         if problems:
-            raise ValueError(f"the {self.role} model's options: {'; '.join(problems)}")
+            raise ConfigurationError(f"the {self.role} model's options: {'; '.join(problems)}")
         self.shared = shared
         self.lora = lora or (LoraOptions() if shared and not freeze_backbone else None)
         self.freeze_backbone = freeze_backbone
@@ -120,20 +121,23 @@ class ScalarModel(nn.Module):
         """Says whose model is meant where none is named; loads nothing.
 
         Raises:
-            ValueError: If no model is named and the agent's has no name, or ``"team"`` is no LoRA team on one backbone.
+            ConfigurationError: If no model is named and the agent's has no name, or ``"team"`` is not a LoRA team on
+                one backbone.
         """
         if team is not None and isinstance(self._model, nn.Module) and team.holds(self._model):
-            raise ValueError(
+            raise ConfigurationError(
                 f"the {self.role} model is the same object as an agent's model; give a copy or a name, or, on a LoRA "
                 f"team, `model: {TEAM}`"
             )
         if self._team or (self._model is not None and not self.shared):
             return self
         if team is None:
-            raise ValueError(f"the {self.role} model needs `model` (a name or a directory): there is no team here")
+            raise ConfigurationError(
+                f"the {self.role} model needs `model` (a name or a directory): there is no team here"
+            )
         if self.shared:
             if not team.shares_one_backbone:
-                raise ValueError(
+                raise ConfigurationError(
                     f"the {self.role} model's `model: {TEAM}` needs a LoRA team on one frozen backbone; name a model "
                     "of its own instead"
                 )
@@ -141,7 +145,7 @@ class ScalarModel(nn.Module):
         else:
             self._model = team.source_name(agent)
             if self._model is None:
-                raise ValueError(
+                raise ConfigurationError(
                     f"the {self.role} model needs `model`: agent {agent} is a loaded model without a name to load again"
                 )
         return self
@@ -291,7 +295,7 @@ class ScalarModel(nn.Module):
         vocabulary = vocabulary_of(self._decoder)
         largest = max(max(ids, default=0) for ids in lists)
         if vocabulary is not None and largest >= vocabulary:
-            raise ValueError(
+            raise ConfigurationError(
                 f"the {self.role} model's tokenizer gives the token id {largest}, but its model has {vocabulary} "
                 "embeddings: give the tokenizer that belongs to the model, or resize the model's embeddings and save it"
             )

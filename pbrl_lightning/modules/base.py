@@ -26,6 +26,7 @@ from pbrl_lightning.rounds import log_to, writes_logs
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.sharding import share_out
 from pbrl_lightning.timing import Stopwatch, spending
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 if TYPE_CHECKING:
     from pbrl_lightning.models.reward import JointRewardModel
@@ -68,7 +69,7 @@ class LearnerModule(L.LightningModule):
     ) -> None:
         super().__init__()
         if weight_decay < 0:
-            raise ValueError(f"`weight_decay` must be >= 0, got {weight_decay}")
+            raise ConfigurationError(f"`weight_decay` must be >= 0, got {weight_decay}")
         self.weight_decay = weight_decay
         self.lr_scheduler = lr_scheduler
         # Checkpoints hold what is trained and no frozen backbone; `on_load_checkpoint` checks that nothing lacks.
@@ -80,7 +81,7 @@ class LearnerModule(L.LightningModule):
         """The rounds and epochs of a run.
 
         Raises:
-            ValueError: If the module's options do not fit the kind of run.
+            ConfigurationError: If the module's options do not fit the kind of run.
         """
 
     @abstractmethod
@@ -123,7 +124,7 @@ class LearnerModule(L.LightningModule):
         """Finds what is wrong with the options of a run before anything is loaded.
 
         Raises:
-            ValueError: If a model that is needed has no name.
+            ConfigurationError: If a model that is needed has no name.
         """
 
     @property
@@ -196,7 +197,7 @@ class LearnerModule(L.LightningModule):
         for group in groups:
             for parameter in group["params"]:
                 if owner.setdefault(id(parameter), group["name"]) != group["name"]:
-                    raise ValueError(
+                    raise ConfigurationError(
                         f"{owner[id(parameter)]} and {group['name']} are one model object; give copies, or a name"
                     )
         # One pass over the weights instead of ten; a gradient scaler would not let clip its gradients.
@@ -297,8 +298,7 @@ class TeamModule(LearnerModule):
             problems.append(f"`learning_rate` must be > 0, got {learning_rate}")
         if weight_decay < 0:
             problems.append(f"`weight_decay` must be >= 0, got {weight_decay}")
-        if problems:
-            raise ValueError("; ".join(problems))
+        raise_together(problems)
         super().__init__(weight_decay=weight_decay, lr_scheduler=lr_scheduler)
         self.team = team
         self.num_iterations = num_iterations
@@ -315,10 +315,10 @@ class TeamModule(LearnerModule):
         """Rounds of a run; 1 in a base run.
 
         Raises:
-            ValueError: If `num_iterations` is set without a comparator.
+            ConfigurationError: If `num_iterations` is set without a comparator.
         """
         if not iterative and self.num_iterations is not None:
-            raise ValueError(
+            raise ConfigurationError(
                 f"`num_iterations` is {self.num_iterations}, but a run is iterative only with a `comparator`; set "
                 "`data.comparator` (CurrentComparator, HistoryComparator …) or leave `num_iterations` out"
             )

@@ -21,6 +21,7 @@ from pbrl_lightning.losses import bradley_terry_losses, require_finite
 from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import LearnerModule, Metrics
 from pbrl_lightning.schedule import RoundSchedule
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class JointRewardModule(LearnerModule):
@@ -38,7 +39,7 @@ class JointRewardModule(LearnerModule):
         lr_scheduler: See :class:`LearnerModule`.
 
     Raises:
-        ValueError: If an option is out of range.
+        ConfigurationError: If an option is out of range.
     """
 
     pair_batch_size = 1
@@ -56,9 +57,9 @@ class JointRewardModule(LearnerModule):
     ) -> None:
         super().__init__(weight_decay=weight_decay, lr_scheduler=lr_scheduler)
         if num_train_epochs is not None and num_train_epochs < 1:
-            raise ValueError(f"`num_train_epochs` must be >= 1, got {num_train_epochs}")
+            raise ConfigurationError(f"`num_train_epochs` must be >= 1, got {num_train_epochs}")
         if learning_rate is not None and not learning_rate > 0:
-            raise ValueError(f"the reward model's `learning_rate` must be > 0, got {learning_rate}")
+            raise ConfigurationError(f"the reward model's `learning_rate` must be > 0, got {learning_rate}")
         self.reward_model = reward_model
         self.num_train_epochs = num_train_epochs
         self.learning_rate = learning_rate
@@ -71,13 +72,15 @@ class JointRewardModule(LearnerModule):
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         if iterative:
-            raise ValueError("the JointRewardModule fits pair files and takes no `comparator`; MARLHFModule has rounds")
+            raise ConfigurationError(
+                "the JointRewardModule fits pair files and takes no `comparator`; MARLHFModule has rounds"
+            )
         return RoundSchedule(1, (("reward", self.num_train_epochs or 1),))
 
     @override
     def check(self) -> None:
         if self.reward_model.shared:
-            raise ValueError(
+            raise ConfigurationError(
                 "`model: team` is for a MARLHFModule, whose team it stands on; name a model of its own here"
             )
         self.reward_model.bind(None)

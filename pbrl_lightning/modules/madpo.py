@@ -16,6 +16,7 @@ from pbrl_lightning.batches import PairBatch
 from pbrl_lightning.losses import joint_margins, madpo_losses, require_finite
 from pbrl_lightning.modules.base import Metrics, TeamModule
 from pbrl_lightning.schedule import RoundSchedule
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class MADPOModule(TeamModule):
@@ -37,7 +38,7 @@ class MADPOModule(TeamModule):
         lr_scheduler: Optimizer to learning-rate schedule, stepped after every update.
 
     Raises:
-        ValueError: If an option is out of range.
+        ConfigurationError: If an option is out of range.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class MADPOModule(TeamModule):
             lr_scheduler=lr_scheduler,
         )
         if not dpo_beta > 0:
-            raise ValueError(f"`dpo_beta` must be > 0, got {dpo_beta}")
+            raise ConfigurationError(f"`dpo_beta` must be > 0, got {dpo_beta}")
         self.dpo_beta = dpo_beta
         self.score_last_token = score_last_token
 

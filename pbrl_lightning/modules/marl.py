@@ -29,6 +29,7 @@ from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import Metrics, TeamModule
 from pbrl_lightning.rollouts import Rows
 from pbrl_lightning.schedule import RoundSchedule
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 
 class MARLModule(TeamModule):
@@ -57,7 +58,7 @@ class MARLModule(TeamModule):
         lr_scheduler: See :class:`LearnerModule`.
 
     Raises:
-        ValueError: If options do not fit together; all problems are named at once.
+        ConfigurationError: If options do not fit together; all problems are named at once.
     """
 
     collects_pairs = False
@@ -109,7 +110,9 @@ class MARLModule(TeamModule):
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         if iterative:
-            raise ValueError("the MARLModule compares nothing and takes no `comparator`; MARLHFModule has rounds")
+            raise ConfigurationError(
+                "the MARLModule compares nothing and takes no `comparator`; MARLHFModule has rounds"
+            )
         return RoundSchedule(1, (("policy", self.num_train_epochs or 20),))
 
     @override
@@ -134,7 +137,7 @@ class MARLModule(TeamModule):
         self.load_policy_stage()
         if self.reward_model is not None:
             if not self.reward_model.load().fitted:
-                raise ValueError(
+                raise ConfigurationError(
                     "`reward_model` was never fitted: name a fitted one, such as the `export/reward_model` of a run, "
                     "or leave it out to learn from the task reward"
                 )
@@ -337,5 +340,4 @@ def check_policy_options(
         (not value_loss_coef > 0, f"`value_loss_coef` must be > 0, got {value_loss_coef}"),
     ]
     problems = [message for wrong, message in checks if wrong]
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_together(problems)

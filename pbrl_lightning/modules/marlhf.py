@@ -22,6 +22,7 @@ from pbrl_lightning.modules.base import Metrics, TeamModule
 from pbrl_lightning.modules.joint_reward import JointRewardModule
 from pbrl_lightning.modules.marl import MARLModule
 from pbrl_lightning.schedule import RoundSchedule
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 
 class MARLHFModule(TeamModule):
@@ -49,7 +50,7 @@ class MARLHFModule(TeamModule):
         lr_scheduler: See :class:`LearnerModule`.
 
     Raises:
-        ValueError: If options do not fit together.
+        ConfigurationError: If options do not fit together.
     """
 
     pair_batch_size = 1
@@ -88,8 +89,7 @@ class MARLHFModule(TeamModule):
             problems.append(f"`num_reward_epochs` must be >= 1, got {num_reward_epochs}")
         if reward_learning_rate is not None and not reward_learning_rate > 0:
             problems.append(f"`reward_learning_rate` must be > 0, got {reward_learning_rate}")
-        if problems:
-            raise ValueError("; ".join(problems))
+        raise_together(problems)
         reward_model = reward_model or JointRewardModel()
         reward = JointRewardModule(reward_model, num_train_epochs=num_reward_epochs, learning_rate=reward_learning_rate)
         policy = MARLModule(
@@ -150,12 +150,12 @@ class MARLHFModule(TeamModule):
     def configure_model(self) -> None:
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
-            raise ValueError(
+            raise ConfigurationError(
                 "a MARLHFModule trains its reward model and its team by turns, and DeepSpeed moves what has no turn; "
                 "set `strategy` to `ddp_find_unused_parameters_true` or `pbrl_lightning.ShardedStrategy`"
             )
         if isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("find_unused_parameters"):
-            raise ValueError(
+            raise ConfigurationError(
                 "a MARLHFModule trains its reward model and its team by turns, so in several processes `strategy` must "
                 "be `ddp_find_unused_parameters_true`"
             )

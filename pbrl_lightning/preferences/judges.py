@@ -18,6 +18,7 @@ from pbrl_lightning.concurrency import all_of
 from pbrl_lightning.preferences.fingerprint import text_digest
 from pbrl_lightning.preferences.scoring import PreferenceJudge
 from pbrl_lightning.remote import ApiClient, ApiEndpoint, ApiRequest
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
@@ -35,7 +36,7 @@ class RemoteJudge(ABC):
         attempts: How often it is asked for an answer of the right form.
 
     Raises:
-        ValueError: If an option is out of range.
+        ConfigurationError: If an option is out of range.
     """
 
     def __init__(
@@ -53,8 +54,7 @@ class RemoteJudge(ABC):
             problems.append(f"`max_new_tokens` must be >= 1, got {max_new_tokens}")
         if attempts < 1:
             problems.append(f"`attempts` must be >= 1, got {attempts}")
-        if problems:
-            raise ValueError("; ".join(problems))
+        raise_together(problems)
         self.endpoint = endpoint
         self.criteria = criteria
         self.wanted = "a verdict"
@@ -131,7 +131,7 @@ class ScoreJudge(RemoteJudge):
         attempts: How often it is asked for an answer of the right form.
 
     Raises:
-        ValueError: If an option is out of range.
+        ConfigurationError: If an option is out of range.
     """
 
     _SCORE = re.compile(rf"[*_ ]*score[*_ ]*[:=][*_ ]*({_NUMBER})[*_ ]*\.?", re.IGNORECASE)
@@ -149,7 +149,7 @@ class ScoreJudge(RemoteJudge):
     ) -> None:
         super().__init__(endpoint, criteria, max_new_tokens, temperature, attempts)
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError(f"`low` must be below `high`, got {low} and {high}")
+            raise ConfigurationError(f"`low` must be below `high`, got {low} and {high}")
         self.low = low
         self.high = high
         self.wanted = f"'Score: <number>' from {low:g} to {high:g}"
@@ -213,7 +213,7 @@ class PairwiseJudge(RemoteJudge, PreferenceJudge):
         attempts: How often it is asked for an answer of the right form.
 
     Raises:
-        ValueError: If an option is out of range.
+        ConfigurationError: If an option is out of range.
     """
 
     _VERDICT = re.compile(r"[*_ ]*better[*_ ]*[:=][*_ ]*(a|b|tie)[*_ ]*\.?", re.IGNORECASE)

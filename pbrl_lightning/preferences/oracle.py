@@ -22,6 +22,7 @@ from pbrl_lightning.batches import RoleView, TaskItem
 from pbrl_lightning.concurrency import each, opened, run_to_end
 from pbrl_lightning.importing import resolve_callable
 from pbrl_lightning.preferences.fingerprint import fingerprint
+from pbrl_lightning.utils.errors import ConfigurationError
 
 __all__ = ["Oracle", "OracleError", "Score", "resolve_callable"]
 
@@ -66,7 +67,7 @@ class Oracle:
 
     Raises:
         TypeError: If ``reward_func`` or ``reward_processor`` cannot be called.
-        ValueError: If ``max_concurrency`` is not a positive integer or an import path leads nowhere.
+        ConfigurationError: If ``max_concurrency`` is not a positive integer or an import path leads nowhere.
 
     Example:
         >>> oracle = Oracle(lambda drafts, edits: [len(d) - len(e) for d, e in zip(drafts, edits)])
@@ -86,7 +87,7 @@ class Oracle:
             None if reward_processor is None else _callable_argument("reward_processor", reward_processor)
         )
         if isinstance(max_concurrency, bool) or not isinstance(max_concurrency, int) or max_concurrency < 1:
-            raise ValueError(f"`max_concurrency` must be an integer >= 1, got {max_concurrency!r}")
+            raise ConfigurationError(f"`max_concurrency` must be an integer >= 1, got {max_concurrency!r}")
         self.max_concurrency = max_concurrency
         self.num_dropped = 0
         self.view: RoleView | None = None
@@ -104,7 +105,7 @@ class Oracle:
         """The function's ``reward_range``, or the one beside it in its module; None without.
 
         Raises:
-            ValueError: If it is not two numbers in ascending order.
+            ConfigurationError: If it is not two numbers in ascending order.
         """
         function = self.reward_func
         while isinstance(function, functools.partial):
@@ -118,9 +119,11 @@ class Oracle:
         try:
             low, high = map(float, given)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"`reward_range` of `{self.reward_name}` must be two numbers, got {given!r}") from error
+            raise ConfigurationError(
+                f"`reward_range` of `{self.reward_name}` must be two numbers, got {given!r}"
+            ) from error
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError(f"`reward_range` of `{self.reward_name}` must ascend and be finite, got {given!r}")
+            raise ConfigurationError(f"`reward_range` of `{self.reward_name}` must ascend and be finite, got {given!r}")
         return low, high
 
     @property
@@ -147,7 +150,7 @@ class Oracle:
             ``B`` scores, None where the response is dropped.
 
         Raises:
-            ValueError: If the lists are not aligned.
+            ConfigurationError: If the lists are not aligned.
             OracleError: If the function or the processor raises or returns anything but ``B`` numbers.
         """
         raw = self.raw_scores(items, item_indices, prompts, completions)
@@ -174,14 +177,14 @@ class Oracle:
             ``B`` numbers, which may be NaN or infinite, or None.
 
         Raises:
-            ValueError: If the lists are not aligned.
+            ConfigurationError: If the lists are not aligned.
             OracleError: If the function raises or returns anything but ``B`` numbers.
         """
         size = len(items)
         for name, columns in (("item_indices", [item_indices]), ("prompts", prompts), ("completions", completions)):
             if any(len(column) != size for column in columns):
                 lengths = ", ".join(str(len(column)) for column in columns)
-                raise ValueError(f"`{name}` must have {size} entries, one per task item, got {lengths}")
+                raise ConfigurationError(f"`{name}` must have {size} entries, one per task item, got {lengths}")
         if size == 0:
             return []
         if self.view is not None:
@@ -290,7 +293,7 @@ def _callable_argument(name: str, given: str | Callable[..., Any]) -> Callable[.
     try:
         return resolve_callable(given)
     except ValueError as error:
-        raise ValueError(f"`{name}`: {error}") from error
+        raise ConfigurationError(f"`{name}`: {error}") from error
 
 
 def accepted_keywords(function: Callable[..., Any], names: tuple[str, ...]) -> list[str]:

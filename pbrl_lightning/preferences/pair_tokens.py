@@ -13,6 +13,7 @@ from pbrl_lightning.agents.prompts import encode_response
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PairBatch, PairTokens, PreferencePair, TokenBatch
 from pbrl_lightning.randomness import counted_generator, counted_permutation
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 def tokenise_pair(team: AgentTeam, pair: PreferencePair) -> PairTokens:
@@ -22,10 +23,10 @@ def tokenise_pair(team: AgentTeam, pair: PreferencePair) -> PairTokens:
     does not fit beside the longer response on the left; both are counted and warned of once.
 
     Raises:
-        ValueError: If the pair is of another number of agents.
+        ConfigurationError: If the pair is of another number of agents.
     """
     if len(pair.prompts) != team.num_agents:
-        raise ValueError(f"a pair of {len(pair.prompts)} agents cannot train a team of {team.num_agents}")
+        raise ConfigurationError(f"a pair of {len(pair.prompts)} agents cannot train a team of {team.num_agents}")
     if pair.tokens is not None:
         return pair.tokens
     prompts, winners, losers = [], [], []

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from pbrl_lightning.randomness import counted_permutation
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class ReplayBuffer(ABC):
@@ -22,7 +23,7 @@ class ReplayBuffer(ABC):
             dataset when the current round is empty.
 
     Raises:
-        ValueError: If ``sample_size`` is not a positive integer.
+        ConfigurationError: If ``sample_size`` is not a positive integer.
     """
 
     sample_size: int | None = None
@@ -72,7 +73,7 @@ class ReplayBuffer(ABC):
             ``(iteration, pair index)`` in training order; empty when no eligible dataset has a pair.
 
         Raises:
-            ValueError: If an iteration stands twice, or a subclass gives weights that cannot be drawn from.
+            ConfigurationError: If an iteration stands twice, or a subclass gives weights that cannot be drawn from.
         """
         entries = _non_empty(counts, current_round)
         datasets = self.eligible(entries, current_round)
@@ -93,7 +94,7 @@ class ReplayBuffer(ABC):
         usable = all(math.isfinite(weight) and weight >= 0 for weight in weights) and sum(weights) > 0
         if len(weights) != count or not usable:
             expected = f"{count} finite numbers >= 0 with a positive sum"
-            raise ValueError(f"`{type(self).__name__}.weights` must return {expected}, got {weights}")
+            raise ConfigurationError(f"`{type(self).__name__}.weights` must return {expected}, got {weights}")
         return weights
 
 
@@ -128,7 +129,7 @@ class NearestKReplay(ReplayBuffer):
         sample_size: See `ReplayBuffer`.
 
     Raises:
-        ValueError: If ``k`` or ``sample_size`` is not a positive integer.
+        ConfigurationError: If ``k`` or ``sample_size`` is not a positive integer.
 
     Example:
         >>> NearestKReplay(2).eligible([(1, 5), (2, 5), (4, 5)], current_round=4)
@@ -176,7 +177,7 @@ class LambdaDecayReplay(ReplayBuffer):
         sample_size: See `ReplayBuffer`.
 
     Raises:
-        ValueError: If ``decay`` is not in [0, 1] or ``sample_size`` is not a positive integer.
+        ConfigurationError: If ``decay`` is not in [0, 1] or ``sample_size`` is not a positive integer.
 
     Example:
         >>> LambdaDecayReplay(0.5).weights(2)  # 0.5 / 1.5 and 1 / 1.5, the newest last
@@ -186,7 +187,7 @@ class LambdaDecayReplay(ReplayBuffer):
     def __init__(self, decay: float, sample_size: int | None = None) -> None:
         super().__init__(sample_size)
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
-            raise ValueError(f"`decay` must be a number from 0 to 1, got {decay!r}")
+            raise ConfigurationError(f"`decay` must be a number from 0 to 1, got {decay!r}")
         self.decay = float(decay)
 
     @override
@@ -202,14 +203,14 @@ class LambdaDecayReplay(ReplayBuffer):
 
 def _require_positive(name: str, value: int, expected: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be {expected}, got {value!r}")
+        raise ConfigurationError(f"`{name}` must be {expected}, got {value!r}")
 
 
 def _non_empty(counts: list[tuple[int, int]], current_round: int) -> list[tuple[int, int]]:
     """The non-empty datasets up to the current round, oldest first."""
     iterations = [iteration for iteration, _ in counts]
     if len(set(iterations)) != len(iterations):
-        raise ValueError(f"`counts` must hold each iteration once, got iterations {sorted(iterations)}")
+        raise ConfigurationError(f"`counts` must hold each iteration once, got iterations {sorted(iterations)}")
     return sorted((iteration, size) for iteration, size in counts if size > 0 and iteration <= current_round)
 
 

@@ -26,6 +26,7 @@ from pbrl_lightning.preferences._records import (
     pair_to_record,
 )
 from pbrl_lightning.preferences.text_pairs import Render, check_same_agents, read_pair_lines
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
 
 __all__ = [
     "ForeignReplayError",
@@ -58,7 +59,7 @@ def write_round_file(path: str | Path, iteration: int, pairs: Sequence[Preferenc
 
     Raises:
         RoundFileError: If a pair holds a number that is not finite.
-        ValueError: If ``iteration`` is not a positive integer.
+        ConfigurationError: If ``iteration`` is not a positive integer.
         OSError: If the file cannot be written. The old file stays.
     """
     _write(Path(path), encode_round(path, iteration, pairs))
@@ -93,20 +94,20 @@ def read_pairs(paths: str | Path | Iterable[str | Path], render: Render | None =
         Their pairs, at least one.
 
     Raises:
-        ValueError: If no file is given, one is given twice, or there is no pair in them.
-        FileNotFoundError: If files do not exist; the message names them all.
+        ConfigurationError: If no file is given, one is given twice, or there is no pair in them.
+        MissingFileError: If files do not exist; the message names them all.
         RoundFileError: If a file is damaged, or a pair is of another number of agents than the first one.
     """
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     if not files:
-        raise ValueError("`pairs` must name at least one round file, got an empty list")
+        raise ConfigurationError("`pairs` must name at least one round file, got an empty list")
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
-        raise FileNotFoundError(f"`pairs` must name existing files, got {', '.join(missing)}")
+        raise MissingFileError(f"`pairs` must name existing files, got {', '.join(missing)}")
     resolved = [file.resolve() for file in files]
     twice = [str(file) for position, file in enumerate(files) if resolved[position] in resolved[:position]]
     if twice:
-        raise ValueError(f"`pairs` must name each file once, got {', '.join(twice)} again")
+        raise ConfigurationError(f"`pairs` must name each file once, got {', '.join(twice)} again")
     places: list[tuple[str, PreferencePair]] = []
     for file in files:
         if file.suffix.lower() == ".jsonl":
@@ -114,7 +115,7 @@ def read_pairs(paths: str | Path | Iterable[str | Path], render: Render | None =
         else:
             places += ((f"{file}, pair {index}", pair) for index, pair in enumerate(read_round_file(file)))
     if not places:
-        raise ValueError(f"`pairs` must hold at least one pair, got none in {', '.join(map(str, files))}")
+        raise ConfigurationError(f"`pairs` must hold at least one pair, got none in {', '.join(map(str, files))}")
     check_same_agents(places)
     return [pair for _, pair in places]
 
@@ -164,14 +165,14 @@ class RoundStore:
 
         Raises:
             ForeignReplayError: If the directory holds another run's files.
-            ValueError: If no run id is known, or another one than before is given.
+            ConfigurationError: If no run id is known, or another one than before is given.
             OSError: If the directory cannot be made or written to.
         """
         run_id = run_id or self.run_id
         if not run_id:
-            raise ValueError("`run_id` must be a non-empty text, got none")
+            raise ConfigurationError("`run_id` must be a non-empty text, got none")
         if self.run_id not in (None, run_id):
-            raise ValueError(f"`run_id` must be {self.run_id!r} as before, got {run_id!r}")
+            raise ConfigurationError(f"`run_id` must be {self.run_id!r} as before, got {run_id!r}")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             owner = self._read_owner()
@@ -235,7 +236,7 @@ class RoundStore:
             Its pairs in order.
 
         Raises:
-            ValueError: If the round is not in the index.
+            ConfigurationError: If the round is not in the index.
             RoundFileError: If its file is missing or its bytes are not those that were written.
         """
         entry = self._entry(iteration)
@@ -261,7 +262,7 @@ class RoundStore:
             One pair per entry, aligned.
 
         Raises:
-            ValueError: If a round or pair does not exist.
+            ConfigurationError: If a round or pair does not exist.
             RoundFileError: If a file is missing or its bytes are not those that were written.
         """
         found: dict[tuple[int, int], PreferencePair] = {}
@@ -272,7 +273,7 @@ class RoundStore:
             with path.open("rb") as file:
                 for _, index in wanted:
                     if not 0 <= index < entry.num_pairs:
-                        raise ValueError(f"the pair index must be from 0 to {entry.num_pairs - 1}, got {index}")
+                        raise ConfigurationError(f"the pair index must be from 0 to {entry.num_pairs - 1}, got {index}")
                     file.seek(ends[index] + 1)
                     line = file.read(ends[index + 1] - ends[index] - 1).rstrip(b",")
                     found[iteration, index] = pair_from_record(json.loads(line), file=path, index=index)
@@ -311,7 +312,7 @@ class RoundStore:
             if entry.iteration == iteration:
                 return entry
         known = ", ".join(str(entry.iteration) for entry in self.entries) or "no round yet"
-        raise ValueError(f"`iteration` must be a stored round ({known}), got {iteration}")
+        raise ConfigurationError(f"`iteration` must be a stored round ({known}), got {iteration}")
 
     def _verify(self, entry: RoundEntry) -> array[int]:
         """Check the file's sha256 unless it is untouched since the last check; gives the ends of its lines."""

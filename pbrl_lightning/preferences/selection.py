@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from pbrl_lightning.randomness import counted_permutation
+from pbrl_lightning.utils.errors import ConfigurationError
 
 PairSelection = Literal["reward_gap", "random", "all", "comparator_reward"]
 Side = Literal["actor", "comparator"]
@@ -81,7 +82,7 @@ def base_pairs(
         At most K(K-1)/2 comparisons.
 
     Raises:
-        ValueError: If an option does not fit a base run, a score is not finite, or ``random`` has no generator.
+        ConfigurationError: If an option does not fit a base run, a score is not finite, or ``random`` has no generator.
 
     Example:
         >>> base_pairs({0: 1.0, 1: 3.0, 2: 1.0}, "reward_gap", 1)
@@ -123,7 +124,7 @@ def comparator_pairs(
         At most one comparison per shared index.
 
     Raises:
-        ValueError: If an option does not fit, a score is not finite, or ``random`` has no generator.
+        ConfigurationError: If an option does not fit, a score is not finite, or ``random`` has no generator.
     """
     validate_selection(selection, pairs_per_sample, iterative=True)
     _require_finite("actor_scores", actor_scores)
@@ -146,7 +147,7 @@ def validate_selection(selection: str, pairs_per_sample: int | None, iterative: 
         iterative: Whether the run has a comparator.
 
     Raises:
-        ValueError: If ``selection`` is unknown or needs a comparator, if ``pairs_per_sample`` is below 1, or if it is
+        ConfigurationError: If ``selection`` is unknown or needs a comparator, or ``pairs_per_sample`` is below 1 or
             set with ``all``.
     """
     known = get_args(PairSelection) if iterative else _BASE_SELECTIONS
@@ -164,7 +165,7 @@ def validate_selection(selection: str, pairs_per_sample: int | None, iterative: 
         elif selection == "all":
             problems.append(f"`pairs_per_sample` must be null with pair_selection 'all', got {pairs_per_sample}")
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ConfigurationError("\n".join(problems))
 
 
 _BASE_SELECTIONS = tuple(name for name in get_args(PairSelection) if name != "comparator_reward")
@@ -173,7 +174,9 @@ _BASE_SELECTIONS = tuple(name for name in get_args(PairSelection) if name != "co
 def _require_finite(name: str, scores: dict[int, float]) -> None:
     for index, score in scores.items():
         if not math.isfinite(score):
-            raise ValueError(f"`{name}` must be finite, got {score} for candidate {index}; leave dropped ones out")
+            raise ConfigurationError(
+                f"`{name}` must be finite, got {score} for candidate {index}; leave dropped ones out"
+            )
 
 
 def _ordered(
@@ -185,5 +188,5 @@ def _ordered(
     if key is not None:
         return sorted(comparisons, key=key)
     if generator is None:
-        raise ValueError("`generator` must be a torch.Generator with pair_selection 'random', got None")
+        raise ConfigurationError("`generator` must be a torch.Generator with pair_selection 'random', got None")
     return [comparisons[position] for position in counted_permutation(len(comparisons), generator)]

@@ -27,6 +27,7 @@ from pbrl_lightning.remote.formats import (
     request_body,
     short,
 )
+from pbrl_lightning.utils.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
 
@@ -141,12 +142,12 @@ class ApiClient:
             The answers that came, at most as many as wanted; None for a null content or a refusal.
 
         Raises:
-            ValueError: If the prompt is empty, which several providers refuse.
+            ConfigurationError: If the prompt is empty, which several providers refuse.
             ApiRejectedError: If the endpoint refuses such requests.
             ApiUnavailableError: If attempts or deadline ran out.
         """
         if request.is_empty:
-            raise ValueError("the prompt of a request must not be empty")
+            raise ConfigurationError("the prompt of a request must not be empty")
         wanted = num_candidates or request.num_candidates
         body = request_body(self.endpoint, request, wanted)
         # Held through the waits: while an endpoint is overloaded, others do not use up their attempts.

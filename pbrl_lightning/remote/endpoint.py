@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 from urllib.parse import parse_qsl, urlsplit
 
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+
 ApiFormat = Literal["generic", "openai", "anthropic", "openai_responses", "responses", "codex"]
 ApiKind = Literal["generic", "openai", "anthropic", "openai_responses"]
 
@@ -75,7 +77,7 @@ class ApiEndpoint:
         max_response_bytes: A larger answer is broken off.
 
     Raises:
-        ValueError: If options are out of range or do not fit together, or a key is given literally; all are named.
+        ConfigurationError: If options are out of range or do not fit together, or a key is given literally; names all.
     """
 
     url: str
@@ -116,8 +118,7 @@ class ApiEndpoint:
             if not getattr(self, name) >= 0:
                 problems.append(f"`{name}` must be >= 0 seconds, got {getattr(self, name)}")
         problems += self._literal_keys()
-        if problems:
-            raise ValueError("; ".join(problems))
+        raise_together(problems)
         if urlsplit(self.url).scheme == "http" and not self.is_loopback:
             warnings.warn(
                 f"{self.address} is plain http to another machine: prompts, answers and keys can be read on the way",
@@ -158,7 +159,7 @@ class ApiEndpoint:
         """Finds out before the first request whether the environment holds what is named.
 
         Raises:
-            ValueError: If a variable is missing or cannot be sent; its value is not shown.
+            ConfigurationError: If a variable is missing or cannot be sent; its value is not shown.
         """
         self.request_headers()
 
@@ -166,7 +167,7 @@ class ApiEndpoint:
         """The headers of a request, keys included: not to be kept or shown.
 
         Raises:
-            ValueError: See :meth:`check`.
+            ConfigurationError: See :meth:`check`.
         """
         headers = {name: _ENV.sub(lambda found: _environment(found[1]), value) for name, value in self.headers.items()}
         given = {name.lower() for name in headers}
@@ -239,12 +240,12 @@ def _is_header(name: str, value: object) -> bool:
 def _environment(name: str) -> str:
     value = os.environ.get(name, "").strip()  # a key read from a file often ends in a newline
     if not value:
-        raise ValueError(
+        raise ConfigurationError(
             f"the environment variable {name} must hold what requests to the remote model are sent with; an endpoint "
             "that takes no key needs no `key_env`"
         )
     if not _printable(value):
-        raise ValueError(f"the environment variable {name} holds characters that a header cannot have")
+        raise ConfigurationError(f"the environment variable {name} holds characters that a header cannot have")
     return value
 
 

@@ -17,6 +17,7 @@ from typing import Final, Literal
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.tasks.rows import load_rows, packaged_rows
 from pbrl_lightning.tasks.sandbox import Sandbox, Verdict
+from pbrl_lightning.utils.errors import ConfigurationError
 
 HELPER: Final = "aux"
 """The helper's name."""
@@ -40,7 +41,7 @@ def as_item(row: TaskItem) -> TaskItem:
         ``tests``, source whose ``assert`` statements are the tests. No solution.
 
     Raises:
-        ValueError: If the row is of neither form.
+        ConfigurationError: If the row is of neither form.
 
     Example:
         >>> row = {"task_id": 7, "prompt": "Add one.", "code": "def inc(x): ...", "test_list": ["assert inc(1) == 2"]}
@@ -72,7 +73,7 @@ def as_item(row: TaskItem) -> TaskItem:
             "context": setup if isinstance(setup, str) else "\n".join(setup),
             "tests": tests,
         }
-    raise ValueError(
+    raise ConfigurationError(
         f"a coding item must have {sorted(_ITEM_KEYS)}, or be a row of HumanEval (prompt, entry_point, test) or of "
         f"MBPP (prompt or text, code, test_list), got {sorted(row)}"
     )
@@ -226,7 +227,7 @@ class CodingReward:
         workers: Programs run at once.
 
     Raises:
-        ValueError: If ``execute`` is not ``"sandbox"`` or ``workers`` is below 1.
+        ConfigurationError: If ``execute`` is not ``"sandbox"`` or ``workers`` is below 1.
     """
 
     reward_range: tuple[float, float] = (0.0, 3.0)
@@ -235,13 +236,13 @@ class CodingReward:
         self, execute: Literal["sandbox"] | None = None, sandbox: Sandbox | None = None, workers: int = 2
     ) -> None:
         if execute != "sandbox":
-            raise ValueError(
+            raise ConfigurationError(
                 f"`execute` must be 'sandbox', got {execute!r}: this reward runs programs that a model wrote, which is "
                 "off unless asked for by name. Read what the sandbox guarantees (docs/tasks.md), then give "
                 "`execute='sandbox'`"
             )
         if workers < 1:
-            raise ValueError(f"`workers` must be >= 1, got {workers}")
+            raise ConfigurationError(f"`workers` must be >= 1, got {workers}")
         self.execute = execute
         self.sandbox = sandbox or Sandbox()
         self.workers = workers
@@ -265,11 +266,11 @@ class CodingReward:
         """What came of B joint responses; equal ones run once.
 
         Raises:
-            ValueError: If the lengths differ or an item is of no known form.
+            ConfigurationError: If the lengths differ or an item is of no known form.
             SandboxError: If the sandbox cannot work.
         """
         if not len(helper) == len(main) == len(batch_items):
-            raise ValueError(
+            raise ConfigurationError(
                 f"`helper`, `main` and `batch_items` must have one entry per joint response, got {len(helper)}, "
                 f"{len(main)} and {len(batch_items)}"
             )
@@ -366,5 +367,5 @@ def _tested_function(code: str, test: str) -> str:
     ]
     found = [name for name in called if name in defined]
     if not found:
-        raise ValueError(f"the test {test!r} calls none of the functions {sorted(defined)} of the row's `code`")
+        raise ConfigurationError(f"the test {test!r} calls none of the functions {sorted(defined)} of the row's `code`")
     return found[0]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pbrl_lightning.tasks.writing import band_score, content_words, words
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 TRANSITIONS: Final[dict[str, tuple[str, ...]]] = {
     "addition": ("also", "moreover", "furthermore", "in addition", "besides", "similarly", "likewise"),
@@ -114,7 +115,7 @@ class LevelReward:
         threshold: What a level must have for the next to count, in [0, 1].
 
     Raises:
-        ValueError: If a band is not ``0 < low <= high``, or another number is out of its range.
+        ConfigurationError: If a band is not ``0 < low <= high``, or another number is out of its range.
     """
 
     reward_range: tuple[float, float] = (0.0, 3.0)
@@ -140,8 +141,7 @@ class LevelReward:
             wrong.append(f"`transitions` must be 1 to {len(TRANSITIONS)}, got {transitions}")
         if not 0 <= threshold <= 1:
             wrong.append(f"`threshold` must be in [0, 1], got {threshold}")
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        raise_together(wrong)
         self.transitions = transitions
         self.threshold = threshold
 
@@ -149,10 +149,10 @@ class LevelReward:
         """Rewards of B joint responses, in [0, 3].
 
         Raises:
-            ValueError: If the lengths differ.
+            ConfigurationError: If the lengths differ.
         """
         if len(first) != len(second):
-            raise ValueError(f"`second` must have {len(first)} texts, as `first` has, got {len(second)}")
+            raise ConfigurationError(f"`second` must have {len(first)} texts, as `first` has, got {len(second)}")
         return [self.score(self.levels(*texts)) for texts in zip(first, second, strict=True)]
 
     def levels(self, first: str, second: str) -> tuple[float, float, float, float]:

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.data_items import is_file_of_items, load_items
 from pbrl_lightning.dataset_items import PREFIX, named_rows
+from pbrl_lightning.utils.errors import ConfigurationError
 
 
 def load_rows(source: str, split: str = "train", limit: int | None = None) -> list[TaskItem]:
@@ -20,16 +21,18 @@ def load_rows(source: str, split: str = "train", limit: int | None = None) -> li
         limit: Number of leading rows, None for all.
 
     Raises:
-        FileNotFoundError: If the file does not exist.
+        MissingFileError: If the file does not exist.
         ImportError: If ``datasets`` is needed and not installed.
-        ValueError: If there are no rows, one is not a dict, or ``limit`` is below 1.
+        ConfigurationError: If there are no rows, one is not a dict, or ``limit`` is below 1.
     """
     if limit is not None and limit < 1:
-        raise ValueError(f"`limit` must be None or at least 1, got {limit}")
+        raise ConfigurationError(f"`limit` must be None or at least 1, got {limit}")
     if source.startswith(PREFIX):
         return load_items([dict(row) for row in itertools.islice(named_rows(source, split), limit)], source)
     if not is_file_of_items(source):
-        raise ValueError(f"`source` must be a file of JSON, JSONL, Parquet or CSV, or 'datasets:NAME', got {source!r}")
+        raise ConfigurationError(
+            f"`source` must be a file of JSON, JSONL, Parquet or CSV, or 'datasets:NAME', got {source!r}"
+        )
     return load_items(source, "source")[:limit]
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from pbrl_lightning.utils.errors import raise_together
+
 Guard = Literal["limits", "capabilities", "files", "syscalls", "namespaces"]
 
 _LEFT_OPEN: Final[dict[str, str]] = {
@@ -93,7 +95,7 @@ class Sandbox:
         without: Guards that are left out, for tests of the others.
 
     Raises:
-        ValueError: If a limit is below 1 or a guard is unknown.
+        ConfigurationError: If a limit is below 1 or a guard is unknown.
         SandboxError: If this is no system with process groups and rlimits.
     """
 
@@ -112,8 +114,7 @@ class Sandbox:
         for name, guards in (("require", require), ("without", without)):
             unknown = sorted(set(guards) - set(get_args(Guard)))
             wrong += [f"`{name}` must name guards of {list(get_args(Guard))}, got {unknown}"] if unknown else []
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        raise_together(wrong)
         if os.name != "posix":
             raise SandboxError(f"the sandbox needs a POSIX system, best Linux; this is {sys.platform}")
         self.cpu_seconds = cpu_seconds

@@ -11,6 +11,7 @@ from pbrl_lightning.agents.prompts import ChatTemplate
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.tasks.levels import LevelReward
 from pbrl_lightning.tasks.rows import load_rows, packaged_rows
+from pbrl_lightning.utils.errors import ConfigurationError
 
 _HELD_OUT: Final = 4
 
@@ -42,7 +43,7 @@ def load_items(source: str, split: str = "train", limit: int | None = None) -> l
         limit: Number of leading rows, None for all.
 
     Raises:
-        ValueError: If a row has no text in ``prompt``.
+        ConfigurationError: If a row has no text in ``prompt``.
     """
     return with_text(load_rows(source, split, limit), "prompt")
 
@@ -51,11 +52,13 @@ def with_text(rows: list[TaskItem], field: str) -> list[TaskItem]:
     """Items of this one field of each row.
 
     Raises:
-        ValueError: If a row has no text there.
+        ConfigurationError: If a row has no text there.
     """
     for index, row in enumerate(rows):
         if not isinstance(row.get(field), str) or not row[field].strip():
-            raise ValueError(f"row {index} must have text in {field!r}, got {row.get(field)!r}; it has {sorted(row)}")
+            raise ConfigurationError(
+                f"row {index} must have text in {field!r}, got {row.get(field)!r}; it has {sorted(row)}"
+            )
     return [{field: row[field]} for row in rows]
 
 

@@ -16,6 +16,7 @@ from pbrl_lightning.agents.prompts import ChatTemplate
 from pbrl_lightning.agents.roles import JointAdapter
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.tasks.rows import packaged_rows
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 _WORD: Final = re.compile(r"\w+(?:['’]\w+)*")
 
@@ -67,16 +68,16 @@ def load_items(split: Literal["train", "eval"] = "train", limit: int | None = No
         Items with ``id`` and ``prompt``.
 
     Raises:
-        ValueError: If ``split`` is unknown or ``limit`` is below 1.
+        ConfigurationError: If ``split`` is unknown or ``limit`` is below 1.
 
     Example:
         >>> load_items("train", limit=1)[0]["id"]
         'user_oriented_task_5'
     """
     if split not in ("train", "eval"):
-        raise ValueError(f"`split` must be 'train' or 'eval', got {split!r}")
+        raise ConfigurationError(f"`split` must be 'train' or 'eval', got {split!r}")
     if limit is not None and limit < 1:
-        raise ValueError(f"`limit` must be None or at least 1, got {limit}")
+        raise ConfigurationError(f"`limit` must be None or at least 1, got {limit}")
     return packaged_rows(f"writing_{split}.jsonl")[:limit]
 
 
@@ -148,7 +149,7 @@ class WritingReward:
         vocabulary_ratio: Band for the detailed answer's different content words per such word of the brief one.
 
     Raises:
-        ValueError: If a band is not ``0 < low <= high``.
+        ConfigurationError: If a band is not ``0 < low <= high``.
 
     Example:
         >>> reward = WritingReward(brief_words=(2, 4), length_ratio=(2, 4), vocabulary_ratio=(2, 4))
@@ -166,8 +167,7 @@ class WritingReward:
     ) -> None:
         bands = {"brief_words": brief_words, "length_ratio": length_ratio, "vocabulary_ratio": vocabulary_ratio}
         wrong = [f"`{name}` must be 0 < low <= high, got {band}" for name, band in bands.items() if not _is_band(band)]
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        raise_together(wrong)
         self.brief_words = brief_words
         self.length_ratio = length_ratio
         self.vocabulary_ratio = vocabulary_ratio
@@ -183,10 +183,10 @@ class WritingReward:
             B rewards in [0, 3].
 
         Raises:
-            ValueError: If the lengths differ.
+            ConfigurationError: If the lengths differ.
         """
         if len(brief) != len(detailed):
-            raise ValueError(f"`detailed` must have {len(brief)} answers, as `brief` has, got {len(detailed)}")
+            raise ConfigurationError(f"`detailed` must have {len(brief)} answers, as `brief` has, got {len(detailed)}")
         return [sum(self.components(*answers)) for answers in zip(brief, detailed, strict=True)]
 
     def components(self, brief: str, detailed: str) -> tuple[float, float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning as L
@@ -25,6 +24,9 @@ class PreferenceTrainer(L.Trainer):
 
     collecting = False
     """True while :meth:`collect` is at work."""
+
+    log_interval_given = False
+    """True if ``log_every_n_steps`` is the user's, even where it is Lightning's default."""
 
     def collect(self, model: LearnerModule, datamodule: PreferenceDataModule) -> list[PreferencePair]:
         """Collects one round of preference pairs and writes its file; nothing is trained.
@@ -49,9 +51,7 @@ class PreferenceTrainer(L.Trainer):
         self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpoint)]  # type: ignore[has-type]
         self.collecting = True
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
-                self.validate(_AskedTeam(model.team), datamodule=stage, verbose=False)
+            self.validate(_AskedTeam(model.team), datamodule=stage, verbose=False)
         finally:
             self.collecting = False
         return stage.pairs

@@ -21,6 +21,7 @@ from pbrl_lightning.checkpoints import make_durable
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.heap import keep_freed_memory
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
+from pbrl_lightning.reporting.quiet import drop_advertisements
 from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.rounds import log_to, writes_logs
 from pbrl_lightning.schedule import RoundSchedule
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from pbrl_lightning.modules.marl import MARLModule
 
 Metrics = dict[str, Tensor | float]
+
+drop_advertisements()
 
 
 class LearnerModule(L.LightningModule):
@@ -61,6 +64,9 @@ class LearnerModule(L.LightningModule):
     pair_margins_name = "train/margins"
     """What loggers call them."""
 
+    last_loss: tuple[str, Tensor | float] | None
+    """Name and value of the loss that was logged last, detached; for whoever shows the progress."""
+
     def __init__(
         self,
         *,
@@ -75,6 +81,7 @@ class LearnerModule(L.LightningModule):
         # Checkpoints hold what is trained and no frozen backbone; `on_load_checkpoint` checks that nothing lacks.
         self.strict_loading = False
         self._batch_started = Stopwatch()
+        self.last_loss = None
 
     @abstractmethod
     def make_schedule(self, iterative: bool) -> RoundSchedule:
@@ -146,11 +153,18 @@ class LearnerModule(L.LightningModule):
 
     def wanted_callbacks(self) -> list[L.Callback]:
         """What a run of this module needs, unless the user gives one of the kind."""
-        from pbrl_lightning.callbacks import AgentExport, GracefulStop, RoundFigures, RoundTimes, RunReport
+        from pbrl_lightning.callbacks import (
+            AgentExport,
+            CollectionProgress,
+            GracefulStop,
+            RoundFigures,
+            RoundTimes,
+            RunReport,
+        )
 
         # What a logger gets is shown once more at the end; who logs nothing gets no pictures either.
         pictures = [RoundFigures(), RunReport()] if writes_logs(self.trainer) else []
-        return [RoundTimes(), AgentExport(), *pictures, GracefulStop()]
+        return [CollectionProgress(), RoundTimes(), AgentExport(), *pictures, GracefulStop()]
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
@@ -170,6 +184,7 @@ class LearnerModule(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss, metrics = self.step(batch, f"batch {batch_idx}")
         if metrics:
+            self.last_loss = next(((name, value) for name, value in metrics.items() if name.endswith("/loss")), None)
             self.log_dict(
                 {**metrics, "env_step": float(self.trainer.datamodule.env_step)},  # type: ignore[attr-defined]
                 batch_size=int((batch.weights > 0).sum()),
@@ -328,7 +343,7 @@ class TeamModule(LearnerModule):
     def wanted_callbacks(self) -> list[L.Callback]:
         from pbrl_lightning import callbacks as ours
 
-        wanted: list[L.Callback] = [ours.JointEvaluation(), ours.CollectionProgress(), *super().wanted_callbacks()]
+        wanted: list[L.Callback] = [ours.JointEvaluation(), *super().wanted_callbacks()]
         if writes_logs(self.trainer) and self.collects_pairs:
             wanted.append(ours.SampleTable())
         if self.trainer.checkpoint_callbacks and self.collects_pairs:

@@ -12,14 +12,14 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
-from tqdm import tqdm  # type: ignore[import-untyped]
 from typing_extensions import override
 
 from pbrl_lightning.batches import RolloutBatch
 from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
+from pbrl_lightning.reporting.bars import CollectionBar, LogsAboveBar, in_notebook, works_here
 from pbrl_lightning.reporting.empty_rounds import NOTHING_LEARNED
 from pbrl_lightning.reporting.progress_lines import ProgressLines
-from pbrl_lightning.reporting.quiet import QuietLightning, in_notebook, summary_line, works_here
+from pbrl_lightning.reporting.quiet import QuietLightning, summary_line
 from pbrl_lightning.rounds import RoundCallback, RoundRecord
 from pbrl_lightning.utils.errors import ConfigurationError
 
@@ -43,7 +43,8 @@ class CollectionProgress(RoundCallback):
         self.interval = interval
         self._quiet = QuietLightning()
         self._lines: ProgressLines | None = None
-        self._bar: _CollectionBar | None = None
+        self._bar: CollectionBar | None = None
+        self._logs = LogsAboveBar()
         self._shows_bars = False
         self._summarizes = False
         self._phase: _Phase | None = None
@@ -75,6 +76,10 @@ class CollectionProgress(RoundCallback):
         self._begin("preparing")
 
     @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._logs.start()
+
+    @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._had_signal = trainer.strategy.reduce_boolean_decision(self._had_signal, all=False)
         self._begin("finishing")
@@ -82,6 +87,7 @@ class CollectionProgress(RoundCallback):
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         bar = trainer.progress_bar_callback
+        self._logs.stop()
         if isinstance(bar, RichProgressBar):
             bar.teardown(trainer, pl_module, stage="fit")  # or it would be drawn once more, below what follows
         records = getattr(trainer.datamodule, "rounds", [])  # type: ignore[attr-defined]
@@ -114,6 +120,7 @@ class CollectionProgress(RoundCallback):
             self._lines.stop()
             self._lines = None
         self._close_bar()
+        self._logs.stop()
         self._quiet.stop()
 
     def _begin(self, what: str, total: int | None = None, unit: str = "", **options: Any) -> None:
@@ -150,7 +157,8 @@ class CollectionProgress(RoundCallback):
         elif self._lines is not None:
             self._lines.advance(done)
         if self._shows_bars:
-            self._bar = self._bar or _CollectionBar(trainer, pl_module, total)
+            self._bar = self._bar or CollectionBar(trainer, pl_module, total)
+            self._logs.start()
             self._bar.update(done)
         if done >= total:
             self._close_bar()
@@ -289,7 +297,7 @@ def _most_tokens(trainer: L.Trainer, passes: int) -> int | None:
     data = getattr(trainer.datamodule, "data", trainer.datamodule)  # type: ignore[attr-defined]
     team = getattr(trainer.lightning_module, "team", None)
     sampling = getattr(data, "sampling", None)
-    if team is None or sampling is None:
+    if data is None or team is None or sampling is None:
         return None
     candidates = max(data.num_candidates, getattr(data.comparator, "num_candidates", None) or 0)
     return passes * candidates * team.num_agents * sampling.max_new_tokens
@@ -301,36 +309,6 @@ def _where(trainer: L.Trainer, directory: str | None, rounds: bool) -> str:
     what = " and ".join(["logs"] * bool(trainer.loggers) + ["round files"] * rounds)
     hint = f"  (tensorboard --logdir {boards[0]})" if boards else ""
     return f"{what}: {directory}{hint}" if what and directory is not None else ""
-
-
-class _CollectionBar:
-    """A bar for a collection: in Lightning's own display where it is Rich's, else by tqdm."""
-
-    def __init__(self, trainer: L.Trainer, pl_module: L.LightningModule, total: int) -> None:
-        self._tqdm: tqdm[None] | None = None
-        lightnings = trainer.progress_bar_callback
-        if isinstance(lightnings, RichProgressBar):
-            lightnings.on_train_start(trainer, pl_module)  # the first collection comes before; does nothing later
-            assert lightnings.progress is not None
-            self._progress = lightnings.progress
-            self._task = self._progress.add_task("Collecting", total=total)
-        else:
-            self._tqdm = tqdm(total=total, desc="Collecting", unit="item", leave=False)
-
-    def update(self, done: int) -> None:
-        """So many items are done."""
-        if self._tqdm is not None:
-            self._tqdm.update(done - self._tqdm.n)
-        else:
-            self._progress.update(self._task, completed=done)
-            self._progress.refresh()
-
-    def close(self) -> None:
-        """Takes the bar away."""
-        if self._tqdm is not None:
-            self._tqdm.close()
-        else:
-            self._progress.remove_task(self._task)
 
 
 def round_rows(records: list[RoundRecord], evaluations: list[tuple[int, float]]) -> list[tuple[str, ...]]:

@@ -321,7 +321,7 @@ class PreferenceDataModule(L.LightningDataModule):
             self._end_round()
 
     @property
-    def trainer(self) -> L.Trainer | None:  # type: ignore[override]
+    def trainer(self) -> L.Trainer | None:
         """The trainer that it is attached to."""
         return self._attached
 

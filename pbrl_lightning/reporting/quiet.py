@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from typing import Final
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelSummary, ProgressBar, RichModelSummary, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar, RichModelSummary
 from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
+
+from pbrl_lightning.reporting.bars import works_here
 
 NOISE: Final[tuple[tuple[str, type[Warning]], ...]] = (
     # Models are in eval mode in training: dropout is off for good.
@@ -88,35 +89,6 @@ def _without_summary(trainer: L.Trainer) -> bool:
     # A list of its own: Lightning is going through the other one.
     trainer.callbacks = [callback for callback in callbacks if callback not in automatic]  # type: ignore[attr-defined]
     return bool(automatic)
-
-
-def works_here(bar: ProgressBar | None) -> bool:
-    """True if a progress bar of Lightning's is seen as one: on a terminal, or in a notebook that can show it.
-
-    A bar of another class is its owner's affair.
-    """
-    if bar is None:
-        return False
-    if type(bar) not in (RichProgressBar, TQDMProgressBar):
-        return True
-    rich = isinstance(bar, RichProgressBar)
-    if in_notebook():
-        return not rich or _has_widgets()
-    return (sys.stdout if rich else sys.stderr).isatty()
-
-
-def in_notebook() -> bool:
-    """True if this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
-
-
-def _has_widgets() -> bool:
-    """Rich draws in a notebook by way of ipywidgets alone."""
-    from importlib.util import find_spec
-
-    return find_spec("ipywidgets") is not None
 
 
 def summary_line(module: L.LightningModule) -> str:

@@ -1,6 +1,9 @@
 """What a run prints: lines without a terminal, nothing that a user cannot act on, and what its end says."""
 
+import contextlib
 import logging
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -296,7 +299,7 @@ LINES = [
 @pytest.mark.slow
 def test_a_python_users_run_prints_nothing_but_this(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", EXAMPLE], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
+        [sys.executable, "-c", EXAMPLE], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600
     )
     text = done.stdout.decode()
     assert done.returncode == 0, text
@@ -306,6 +309,50 @@ def test_a_python_users_run_prints_nothing_but_this(tmp_path):
     assert unknown == []
     assert text.count("\nround ") == 3
     assert text.splitlines()[-1].startswith("report: ")
+
+
+def screen(data):
+    """What a terminal shows in the end; it knows CR, LF and the control sequences of Rich."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|.", data, re.DOTALL):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row == len(lines))
+        elif token.endswith("A") and len(token) > 1:
+            row = max(0, row - int(token[2:-1] or 1))
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif len(token) == 1:
+            lines[row] = lines[row].ljust(column)[:column] + token + lines[row][column + 1 :]
+            column += 1
+    return lines
+
+
+@pytest.mark.slow
+def test_on_a_terminal_no_bar_is_drawn_over_a_line(tmp_path):
+    # Wide enough for the lines and the bar; `pty` has no size of its own.
+    environment = {**os.environ, "COLUMNS": "300", "LINES": "50", "TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    child, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", EXAMPLE], cwd=tmp_path, stdout=terminal, stderr=terminal, env=environment
+    ) as run:
+        os.close(terminal)
+        output = b""
+        with contextlib.suppress(OSError):  # the end of a terminal is an error on Linux
+            while part := os.read(child, 65536):
+                output += part
+    os.close(child)
+    shown = screen(output.decode(errors="replace"))
+    assert run.returncode == 0, shown
+    lines = [line for line in shown if not line.startswith("Epoch 1/1 ")]
+    assert len(lines) == len(shown) - 1  # the bar stands once, where it was closed
+    assert "Collecting" in output.decode(errors="replace")
+    unknown = [line for line in lines if not any(re.fullmatch(known, line.rstrip()) for known in LINES)]
+    assert unknown == []
+    assert shown.index("") > next(index for index, line in enumerate(shown) if line.startswith("Epoch 1/1 "))
+    assert sum(line.startswith("round ") for line in lines) == 3
 
 
 def test_lightnings_tips_are_left_out_and_nothing_else(printed, caplog):

@@ -97,6 +97,6 @@ def summary_line(module: L.LightningModule) -> str:
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     count = sum(parameter.numel() for parameter in parameters)
     team = getattr(module, "team", None)
-    agents = f"{team.num_agents} agents, " if team is not None else ""
+    agents = f"{team.num_agents} agent{'s' * (team.num_agents > 1)}, " if team is not None else ""
     readable = [get_human_readable_count(number).strip() for number in (count, trained)]
     return f"{type(module).__name__}: {agents}{readable[0]} parameters, of which {readable[1]} are trained"

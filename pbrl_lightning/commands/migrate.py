@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from pbrl_lightning.migration.convert import Migration, MigrationError, migrate
 from pbrl_lightning.migration.names import names_table
 from pbrl_lightning.migration.reading import Left
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+from pbrl_lightning.utils.errors import ConfigurationError, ExistingFileError, MissingFileError
 
 HELP = "Convert a CoMLRL configuration."
 _SECRET = re.compile(r"(key|token|secret|password|auth|authorization|credentials?)$", re.IGNORECASE)
@@ -53,7 +53,7 @@ def main(args: list[str]) -> None:
     if options.source is None:
         raise ConfigurationError("`source` must name a CoMLRL configuration (or give `--names`)")
     if options.output is not None and Path(options.output).exists():
-        raise FileExistsError(f"`output` must not exist already, got {options.output}")
+        raise ExistingFileError(f"`output` must not exist already, got {options.output}")
     formatters = options.formatters
     if formatters is not None and len(formatters) == 1:
         formatters = formatters[0]

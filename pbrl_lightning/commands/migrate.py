@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from pbrl_lightning.commands.parsing import ClearErrors
 from pbrl_lightning.migration.convert import Migration, MigrationError, migrate
 from pbrl_lightning.migration.names import names_table
 from pbrl_lightning.migration.reading import Left
@@ -21,7 +22,7 @@ _SECRET = re.compile(r"(key|token|secret|password|auth|authorization|credentials
 
 def parser() -> ArgumentParser:
     """The command's options."""
-    made = ArgumentParser(
+    made = ClearErrors(
         prog="pbrl migrate",
         description=f"{HELP} What has no counterpart is listed; what CoMLRL refuses is refused, all of it at once.",
         epilog="pbrl migrate their_config.yaml --items items.jsonl --reward_func my_rewards:score --output mine.yaml",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 
 
 class UserError(Exception):
@@ -58,12 +57,7 @@ class FileError(UserError, OSError):
     """The operating system refused to read or write a file; also an instance of the error that it gave."""
 
 
-@lru_cache
-def _file_error(kind: type[OSError]) -> type[FileError]:
-    return type("FileError", (FileError, kind), {"__module__": __name__})
-
-
-def file_error(error: OSError, *arguments: object) -> FileError:
+def file_error(error: OSError, *arguments: object) -> OSError:
     """An operating system's error with a message of our own, still caught by ``except PermissionError`` and the like.
 
     Args:
@@ -74,7 +68,10 @@ def file_error(error: OSError, *arguments: object) -> FileError:
         >>> isinstance(file_error(PermissionError(13, "denied"), "`replay_dir` is read-only"), PermissionError)
         True
     """
-    return _file_error(type(error))(*arguments)
+    kind = type(error)
+    if not issubclass(kind, FileError):
+        kind = type("FileError", (FileError, kind), {"__module__": __name__})
+    return kind(*arguments)
 
 
 def raise_together(problems: Iterable[str]) -> None:

@@ -26,7 +26,7 @@ from pbrl_lightning.rounds import log_to, writes_logs
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.sharding import share_out
 from pbrl_lightning.timing import Stopwatch, spending
-from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.errors import CheckpointError, ConfigurationError, RunError, raise_together
 
 if TYPE_CHECKING:
     from pbrl_lightning.models.reward import JointRewardModel
@@ -72,7 +72,7 @@ class LearnerModule(L.LightningModule):
             raise ConfigurationError(f"`weight_decay` must be >= 0, got {weight_decay}")
         self.weight_decay = weight_decay
         self.lr_scheduler = lr_scheduler
-        # Checkpoints hold what is trained and no frozen backbone; `on_load_checkpoint` checks that nothing lacks.
+        # Checkpoints hold no frozen backbone; `on_load_checkpoint` checks that no trained weight is missing.
         self.strict_loading = False
         self._batch_started = Stopwatch()
 
@@ -256,10 +256,14 @@ class LearnerModule(L.LightningModule):
         trained = {name for name, parameter in self.named_parameters() if id(parameter) in moving}
         missing = sorted(trained - set(checkpoint["state_dict"]))
         if missing:
-            raise KeyError(f"the checkpoint lacks {len(missing)} trained weights, such as {missing[0]!r}")
+            raise CheckpointError(
+                f"{len(missing)} trained weights are missing from the checkpoint, such as {missing[0]!r}"
+            )
         unknown = sorted(set(checkpoint["state_dict"]) - set(self.state_dict()))
         if unknown:
-            raise KeyError(f"the checkpoint has {len(unknown)} weights that this run lacks, such as {unknown[0]!r}")
+            raise CheckpointError(
+                f"the checkpoint has {len(unknown)} weights that this run does not have, such as {unknown[0]!r}"
+            )
 
     @override
     def on_train_end(self) -> None:
@@ -392,7 +396,7 @@ class TeamModule(LearnerModule):
         self._validation_rewards.clear()
         rewards = rewards[~rewards.isnan()]
         if not len(rewards):
-            raise RuntimeError("no joint response of the evaluation items got a score")
+            raise RunError("no joint response of the evaluation items got a score")
         error = rewards.std() / len(rewards) ** 0.5 if len(rewards) > 1 else torch.tensor(float("inf"))
         self.log("eval/turn_1/reward_mean", rewards.mean().float())
         self.log("eval/turn_1/expected_return", rewards.mean().float())

@@ -75,6 +75,20 @@ def newest_checkpoint(directory: str | Path) -> Path:
     raise MissingFileError(f"there is no whole checkpoint (*.ckpt) under {str(directory)!r}")
 
 
+def dtype_of_checkpoint(path: str | Path) -> str | None:
+    """The number type of a run's weights, as its checkpoint file says; None for anything else.
+
+    Only the file's directory is read, not its weights. What is wrong with a file is left for the Trainer to report.
+    """
+    if not Path(path).is_file():
+        return None
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception:
+        return None
+    return checkpoint.get("dtype")
+
+
 def _is_whole(path: Path) -> bool:
     """True if the archive's directory, which is written last, is there, and what it names reads."""
     try:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 import pbrl_lightning.callbacks
-from pbrl_lightning.checkpoints import newest_checkpoint
+from pbrl_lightning.acceleration.precision import AUTO
+from pbrl_lightning.checkpoints import dtype_of_checkpoint, newest_checkpoint
 from pbrl_lightning.collecting import PreferenceTrainer
 from pbrl_lightning.commands import completion, expected, help_texts, migrate, sample
 from pbrl_lightning.commands.formatting import HelpFormatter
@@ -28,6 +29,7 @@ from pbrl_lightning.commands.parsing import CommandParser
 from pbrl_lightning.comparators.base import Comparator
 from pbrl_lightning.data import PreferenceDataModule
 from pbrl_lightning.modules.base import LearnerModule
+from pbrl_lightning.modules.run_dtype import RunDtype
 from pbrl_lightning.preferences.replay import ReplayBuffer
 from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
 from pbrl_lightning.utils.nearest import hint
@@ -68,7 +70,19 @@ class ConfigSaver(SaveConfigCallback):
         if trainer.is_global_zero and not self.already_saved and path.exists():
             names = (path.with_stem(f"{path.stem}_{number}") for number in range(1, sys.maxsize))
             path.rename(next(name for name in names if not name.exists()))
+        if isinstance(pl_module, RunDtype):
+            pl_module.settle_dtype()
+            self.config = _with_dtype(self.config, pl_module.auto_dtype)
         super().setup(trainer, pl_module, stage)
+
+
+def _with_dtype(config: Namespace, dtype: str | None) -> Namespace:
+    """A config with the type that ``dtype: auto`` meant in the run, so that it can be repeated on any machine."""
+    settled = config.clone()
+    for key, value in config.items():
+        if dtype is not None and value == AUTO and key.endswith(".dtype"):
+            settled[key] = dtype
+    return settled
 
 
 class PreferenceCLI(LightningCLI):
@@ -169,6 +183,16 @@ class PreferenceCLI(LightningCLI):
         # A sharded checkpoint is a directory too, and says so.
         if path is not None and Path(path).is_dir() and not (Path(path) / ".metadata").exists():
             options["ckpt_path"] = str(newest_checkpoint(path))
+        self._take_dtype(options.get("ckpt_path"))
+
+    def before_validate(self) -> None:
+        """Takes the precision of the checkpoint."""
+        self._take_dtype(self.config_init["validate"].get("ckpt_path"))
+
+    def _take_dtype(self, path: str | None) -> None:
+        """Brings ``dtype: auto`` to what a checkpoint says, before anything is loaded or the config is saved."""
+        if path is not None and (dtype := dtype_of_checkpoint(path)) is not None:
+            self.model.settle_dtype(dtype)
 
 
 def _check_checkpoint(given: Any) -> None:

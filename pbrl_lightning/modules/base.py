@@ -20,6 +20,7 @@ from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair, 
 from pbrl_lightning.checkpoints import make_durable
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.heap import keep_freed_memory
+from pbrl_lightning.modules.run_dtype import DtypeHolder, RunDtype
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.rounds import log_to, writes_logs
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 Metrics = dict[str, Tensor | float]
 
 
-class LearnerModule(L.LightningModule):
+class LearnerModule(RunDtype):
     """Base of all modules: one AdamW with a named parameter group per agent, reward model and critic.
 
     A subclass gives the loss of a batch in :meth:`step`.
@@ -161,7 +162,9 @@ class LearnerModule(L.LightningModule):
     def configure_model(self) -> None:
         # After the data module's setup, so that a wrong configuration is reported before anything is loaded.
         make_durable(self.trainer)
+        self.settle_dtype()
         self.load()
+        self.warn_of_emulated_types()
         share_out(self)
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -243,6 +246,7 @@ class LearnerModule(L.LightningModule):
         frozen = {name for name, parameter in everything if id(parameter) not in trained}
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in frozen}
+        checkpoint["dtype"] = self.run_dtype
 
     def _trained(self) -> set[int]:
         """Identities of the parameters in the optimizer's groups."""
@@ -251,6 +255,7 @@ class LearnerModule(L.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         settle_epoch(checkpoint)
+        self.take_dtype(checkpoint.get("dtype"))
         self.load()
         moving = self._trained()
         trained = {name for name, parameter in self.named_parameters() if id(parameter) in moving}
@@ -349,6 +354,10 @@ class TeamModule(LearnerModule):
     @override
     def load(self) -> None:
         self.team.load()
+
+    @override
+    def dtype_holders(self) -> list[DtypeHolder]:
+        return [self.team]
 
     @override
     def export(self, directory: Path) -> None:

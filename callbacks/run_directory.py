@@ -68,11 +68,8 @@ def parts_elsewhere(trainer: L.Trainer) -> dict[str, Path]:
 
 
 def _lies_in(path: Path, directory: Path) -> bool:
-    return (
-        path == directory
-        or directory in path.parents
-        or directory.resolve() in (path.resolve(), *path.resolve().parents)
-    )
+    directory, path = directory.resolve(), path.resolve()
+    return path == directory or directory in path.parents
 
 
 def _origin(checkpoint: str | Path) -> Path:

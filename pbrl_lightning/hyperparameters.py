@@ -37,7 +37,7 @@ def run_options(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]
     if isinstance(data, PreferenceDataModule):
         options["data"] = {
             name: _source(value, data.sources[name]) if name in data.sources else readable(encode(value, name))
-            for name, value in given_options(data).items()
+            for name, value in _effective(data).items()
         }
     options["trainer"] = {name: readable(encode(getattr(trainer, name, None), name)) for name in _TRAINER}
     return options
@@ -91,6 +91,13 @@ def _log_to_tensorboard(logger: TensorBoardLogger, options: Mapping[str, Any], r
     writer = logger.experiment._get_file_writer()
     for summary in hparams(cells, dict.fromkeys(results, 0.0)):
         writer.add_summary(summary)
+
+
+def _effective(data: PreferenceDataModule) -> dict[str, Any]:
+    """What the data module was given, and the defaults that it chose where it was given nothing."""
+    given = given_options(data)
+    chosen = {name for name, value in given.items() if value in (None, "default") and hasattr(data, name)}
+    return {name: getattr(data, name) if name in chosen else value for name, value in given.items()}
 
 
 def _source(given: Any, words: str) -> Any:

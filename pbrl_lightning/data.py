@@ -29,8 +29,10 @@ from pbrl_lightning.preferences.scoring import PreferenceJudge
 from pbrl_lightning.preferences.selection import PairSelection
 from pbrl_lightning.rollouts import RolloutLoader
 from pbrl_lightning.rounds import RoundRecord, RunProgress, completed_epochs, log_round, log_to, notify
+from pbrl_lightning.run_directory import begin_run, continue_run
 from pbrl_lightning.schedule import Position, RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError, OptionTypeError, RunError
+from pbrl_lightning.utils.options import record_options
 
 
 class PreferenceDataModule(L.LightningDataModule):
@@ -66,7 +68,7 @@ class PreferenceDataModule(L.LightningDataModule):
             0.1 for a JointRewardModule, the only one that takes it.
         preference_scoring_reward: Who scores new comparisons: ``task``, or in iterative MARLHF ``reward_model``, the
             last one fitted (the task reward until there is one).
-        replay_dir: Where round files go; default ``replay`` in the run's log directory.
+        replay_dir: Where round files go; default ``replay`` in the run's directory.
         seed: The run's seed: every draw is a function of it.
         max_concurrency: Most calls of an async reward or a judge at once, per process.
         num_turns: Only 1 is supported.
@@ -103,6 +105,7 @@ class PreferenceDataModule(L.LightningDataModule):
         num_turns: int = 1,
         joint_mode: str = "aligned",
     ) -> None:
+        record_options(self, locals())
         super().__init__()
         self.comparator = comparator
         self.judge, self._judge_identity = judge, fingerprint(judge)
@@ -184,6 +187,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self._held_out = None
         if stage != "fit":
             return
+        begin_run(trainer)
         self.start_afresh()
         validate_run(self, module)
         schedule = self._schedule
@@ -291,6 +295,8 @@ class PreferenceDataModule(L.LightningDataModule):
         self._progress = RunProgress(**state_dict["progress"])
         self.training_pairs, self._tokens = pairs_from_state(state_dict["pairs"]), None
         self.pair_source.load_state_dict(state_dict)
+        if self.trainer is not None:
+            continue_run(self.trainer)
 
     def evaluate(self, num_samples: int) -> EvaluationBatch | None:
         """One joint response of the current agents to each of the first evaluation items; None without any."""

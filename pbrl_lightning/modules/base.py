@@ -147,11 +147,18 @@ class LearnerModule(RunDtype):
 
     def wanted_callbacks(self) -> list[L.Callback]:
         """What a run of this module needs, unless the user gives one of the kind."""
-        from pbrl_lightning.callbacks import AgentExport, GracefulStop, RoundFigures, RoundTimes, RunReport
+        from pbrl_lightning.callbacks import (
+            AgentExport,
+            GracefulStop,
+            RoundFigures,
+            RoundTimes,
+            RunDirectory,
+            RunReport,
+        )
 
         # What a logger gets is shown once more at the end; who logs nothing gets no pictures either.
         pictures = [RoundFigures(), RunReport()] if writes_logs(self.trainer) else []
-        return [RoundTimes(), AgentExport(), *pictures, GracefulStop()]
+        return [RunDirectory(), RoundTimes(), AgentExport(), *pictures, GracefulStop()]
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:

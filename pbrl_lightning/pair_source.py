@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PreferencePair, TaskItem
@@ -215,6 +215,17 @@ class PairSource:
         self.records = [RoundRecord(**record) for record in state["rounds"]]
         self._restored_store, self._restored_dir = state["store"], state["replay_dir"]
         self._stale_journals = [name for name in state["journals"] if _JOURNAL_NAME.fullmatch(name)]
+
+
+def warn_of_shared_items(training: list[PreferencePair], held_out: list[PreferencePair]) -> None:
+    """Warns if held-out pairs are of task items that are trained on."""
+    trained = {tuple(pair.prompts) for pair in training}
+    shared = sum(any(pair.prompts) and tuple(pair.prompts) in trained for pair in held_out)
+    if shared:
+        rank_zero_warn(
+            f"{shared} of the {len(held_out)} `eval_pairs` have the prompts of pairs that are trained on, so their "
+            "loss and accuracy do not show how well pairs of other task items are ordered"
+        )
 
 
 def held_out_split(

@@ -58,8 +58,7 @@ def run_directory(trainer: L.Trainer) -> Path:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return Path(trainer.default_root_dir)
         decided = _decide(trainer) if trainer.is_global_zero else None
-        directory, own = trainer.strategy.broadcast(decided)
-        place = _PLACES[trainer] = _Place(directory, own)
+        place = _PLACES[trainer] = _Place(*trainer.strategy.broadcast(decided))  # type: ignore[misc]
     return place.directory
 
 

@@ -101,6 +101,7 @@ class TextCritic(Critic):
     """Base of the critics with models of their own, which read texts with their own tokenizers."""
 
     models: nn.ModuleList
+    _options: dict[str, Any]
 
     @property
     def dtype(self) -> str:  # type: ignore[override]

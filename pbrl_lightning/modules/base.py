@@ -16,10 +16,11 @@ from typing_extensions import override
 
 from pbrl_lightning.agents.prompts import render_messages
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair, RolloutBatch
+from pbrl_lightning.batches import PairTokens, PreferencePair, RolloutBatch
 from pbrl_lightning.checkpoints import make_durable
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.heap import keep_freed_memory
+from pbrl_lightning.modules.gradients import clip_gradients, total_norm
 from pbrl_lightning.modules.run_dtype import DtypeHolder, RunDtype
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
     from pbrl_lightning.modules.marl import MARLModule
 
 Metrics = dict[str, Tensor | float]
+
+
+def by_agent(name: str, values: Tensor) -> Metrics:
+    """One number per agent, shape ``(N,)``, under the names ``NAME/agent_0``, ``NAME/agent_1`` and so on."""
+    return {f"{name}/agent_{agent}": value for agent, value in enumerate(values.unbind())}
 
 
 class LearnerModule(RunDtype):
@@ -61,6 +67,12 @@ class LearnerModule(RunDtype):
 
     pair_margins_name = "train/margins"
     """What loggers call them."""
+
+    val_margins_name = "val/margins"
+    """The same for held-out pairs."""
+
+    measures_pairs = False
+    """True if it can be measured on held-out pairs while it trains."""
 
     def __init__(
         self,
@@ -234,15 +246,18 @@ class LearnerModule(RunDtype):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips each parameter group by itself: one agent's large gradient does not shrink another's."""
-        if not gradient_clip_val:
-            return
-        for group in optimizer.param_groups:
-            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if moving and gradient_clip_algorithm == "value":
-                torch.nn.utils.clip_grad_value_(moving, gradient_clip_val)
-            elif moving:
-                torch.nn.utils.clip_grad_norm_(moving, gradient_clip_val)
+        """Clips each parameter group by itself: one agent's large gradient does not shrink another's.
+
+        Logs the norm of each group's gradient before that, and of all together.
+        """
+        norms = {
+            group["name"]: norm
+            for group in optimizer.param_groups
+            if (norm := clip_gradients(group["params"], gradient_clip_val, gradient_clip_algorithm)) is not None
+        }
+        if norms:
+            by_group = {f"train/grad_norm/{name}": norm for name, norm in norms.items()}
+            self.log_dict({"train/grad_norm": total_norm(list(norms.values())), **by_group})
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -399,16 +414,23 @@ class TeamModule(LearnerModule):
         return render_messages(self.team.tokenizer(0), messages, add_generation_prompt)
 
     @override
-    def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        del batch_idx
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        del batch_idx, dataloader_idx
         self._validation_rewards.append(batch.rewards)
-        for name, value in batch.metrics.items():
-            self.log(f"eval/{name}", value, batch_size=len(batch), on_epoch=True, on_step=False)
+        self.log_dict(
+            {f"eval/{name}": value for name, value in batch.metrics.items()},
+            batch_size=len(batch),
+            on_epoch=True,
+            on_step=False,
+            add_dataloader_idx=False,
+        )
 
     @override
     def on_validation_epoch_end(self) -> None:
         """Logs the mean reward over all items, its standard error and the number of scored joint responses."""
-        rewards = torch.cat(self._validation_rewards) if self._validation_rewards else torch.empty(0)
+        if not self._validation_rewards:
+            return  # a fit, which measures pairs alone
+        rewards = torch.cat(self._validation_rewards)
         self._validation_rewards.clear()
         rewards = rewards[~rewards.isnan()]
         if not len(rewards):

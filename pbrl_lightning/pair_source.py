@@ -24,7 +24,7 @@ from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.round_files import RoundStore, owned_by
 from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
 from pbrl_lightning.randomness import counted_generator, counted_permutation
-from pbrl_lightning.rounds import RoundRecord, notify
+from pbrl_lightning.rounds import RoundRecord, collection_details, notify
 from pbrl_lightning.run_directory import run_directory
 from pbrl_lightning.sharding import gathered
 from pbrl_lightning.utils.errors import RunError
@@ -90,6 +90,7 @@ class PairSource:
             first_step=trainer.global_step,
             seconds=seconds,
             tokens_per_second=collected.num_tokens / max(seconds, 1e-9),
+            details=collection_details(collected),
         )
         # A collection that was stopped before its round had begun is not counted twice.
         self.records = [known for known in self.records if known.round < round_number] + [record]

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.durable import write_atomically
-from pbrl_lightning.utils.errors import MissingFileError
+from pbrl_lightning.utils.errors import MissingFileError, file_error
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
@@ -37,7 +37,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             if not isinstance(cause, OSError):
                 raise
             message = f"the checkpoint could not be written ({cause.strerror})"
-            raise type(cause)(cause.errno, message, str(path)) from error
+            raise file_error(cause, cause.errno, message, str(path)) from error
 
     @override
     def load_checkpoint(

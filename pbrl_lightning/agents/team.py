@@ -41,6 +41,7 @@ from pbrl_lightning.batches import AgentAnswer, TaskItem, TeamSample, TokenBatch
 from pbrl_lightning.randomness import Stream
 from pbrl_lightning.sharding import all_adapter_parameters, deepcopy_detached, in_shares
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.options import record_options
 
 
 class AgentTeam(nn.Module):
@@ -95,6 +96,7 @@ class AgentTeam(nn.Module):
         collaboration: Literal["decentralized", "centralized"] = "decentralized",
         joint_adapter: JointAdapter | None = None,
     ) -> None:
+        record_options(self, locals())
         super().__init__()
         models = expand_sources(models)
         self.roles: JointRoles | None = None

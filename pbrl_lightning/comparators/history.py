@@ -12,7 +12,7 @@ from pbrl_lightning.agents.adapters import adapter_values, read_adapter
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
 from pbrl_lightning.comparators.local import checked_devices, frozen_team
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, RunError
 
 
 def history_name(rounds_completed: int) -> str:
@@ -62,7 +62,7 @@ class HistoryComparator(Comparator):
     @contextmanager
     def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
         if phase.history is None:
-            raise RuntimeError("a HistoryComparator needs policy checkpoints: add the ComparatorHistory callback")
+            raise RunError("a HistoryComparator needs policy checkpoints: add the ComparatorHistory callback")
         directory = phase.history / history_name(phase.round_number - self.k)
         agents = [directory / f"agent_{agent}" for agent in range(team.num_agents)]
         for path in agents:

@@ -23,6 +23,7 @@ from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.head import ScalarHead, head_dtype
 from pbrl_lightning.models.scalar import ScalarModel
 from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.options import record_options
 
 Texts = Sequence[Sequence[str]]
 Row = tuple[list[int], list[int]]
@@ -196,6 +197,7 @@ class JointCritic(TextCritic):
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
+        record_options(self, locals())
         super().__init__(critic_type)
         self._options = _options(lora, freeze_backbone, max_length, dtype, gradient_checkpointing, seed)
         self.models = nn.ModuleList([_ScalarModel(model, tokenizer=tokenizer, **self._options)])
@@ -238,6 +240,7 @@ class SeparateCritics(TextCritic):
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
+        record_options(self, locals())
         super().__init__(critic_type)
         self._sources, self._tokenizers = models, tokenizers
         self._options = _options(lora, freeze_backbone, max_length, dtype, gradient_checkpointing, seed)

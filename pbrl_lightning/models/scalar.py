@@ -39,7 +39,8 @@ from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.classifier import classifier_around, load_classifier, score_head
 from pbrl_lightning.models.head import ScalarHead, head_dtype
 from pbrl_lightning.sharding import all_adapter_parameters, assign, deepcopy_detached
-from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.errors import ConfigurationError, RunError
+from pbrl_lightning.utils.options import record_options
 
 TEAM = "team"
 """The ``model`` that stands for an adapter of its own on the team's frozen backbone."""
@@ -84,6 +85,7 @@ class ScalarModel(nn.Module):
         seed: int = 0,
         index: int = 0,
     ) -> None:
+        record_options(self, locals())
         super().__init__()
         shared = isinstance(model, str) and model == TEAM
         checks = [
@@ -379,7 +381,7 @@ class ScalarModel(nn.Module):
         """
         assert self.load().head is not None
         if self._replaced:
-            raise RuntimeError(
+            raise RunError(
                 f"another {self.role} model took this one's adapter on the team's backbone; save one before loading "
                 "the next, and name the saved directory"
             )

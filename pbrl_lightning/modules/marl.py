@@ -26,7 +26,7 @@ from pbrl_lightning.batches import RolloutBatch, TokenBatch
 from pbrl_lightning.losses import KL_EXPONENT_LIMIT, k3_kl, policy_gradient_losses, require_finite, value_losses
 from pbrl_lightning.models.critic import AttachedCritics, Critic, JointCritic, SeparateCritics, TextCritic
 from pbrl_lightning.models.reward import JointRewardModel
-from pbrl_lightning.modules.base import Metrics, TeamModule
+from pbrl_lightning.modules.base import Metrics, TeamModule, by_agent
 from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.rollouts import Rows
 from pbrl_lightning.schedule import RoundSchedule
@@ -215,7 +215,14 @@ class MARLModule(TeamModule):
         policy = policy_gradient_losses(logps, batch.advantages.to(logps.dtype))
         policy_loss = (policy * batch.weights).sum() * batch.loss_scale
         quantities = {f"agent {i}'s log-probabilities": p for i, p in enumerate(logps)}
-        metrics: Metrics = {"policy/loss": policy_loss.detach(), "policy/logp": logps.detach().mean()}
+        lengths = torch.stack([rows.response_mask.sum(1) for rows in batch.agents]).float()
+        metrics: Metrics = {
+            "policy/loss": policy_loss.detach(),
+            "policy/logp": logps.detach().mean(),
+            **by_agent("policy/logp", logps.detach().mean(1)),
+            "policy/response_length": lengths.mean(),
+            **by_agent("policy/response_length", lengths.mean(1)),
+        }
         loss = policy_loss
         # 3. The critics' loss.
         if self.critic is not None:

@@ -24,6 +24,7 @@ from pbrl_lightning.modules.marl import MARLModule
 from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.options import record_options
 
 
 class MARLHFModule(TeamModule):
@@ -77,6 +78,7 @@ class MARLHFModule(TeamModule):
         weight_decay: float = 0.01,
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
+        record_options(self, locals())
         super().__init__(
             team,
             num_iterations=num_iterations,

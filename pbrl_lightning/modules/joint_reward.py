@@ -90,6 +90,11 @@ class JointRewardModule(LearnerModule):
         self.reward_model.bind(None).load().set_trained(True)
 
     @override
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        super().restore(checkpoint)
+        self.reward_model.fitted = checkpoint["global_step"] > 0
+
+    @override
     def export(self, directory: Path) -> None:
         self.reward_model.save(directory / "reward_model")
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from pbrl_lightning.callbacks.collection_progress import round_rows
 from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
+from pbrl_lightning.callbacks.run_directory import parts_elsewhere
 from pbrl_lightning.curves import Curve, CurveLogger
 from pbrl_lightning.distributions import reward_distribution, without_values
 from pbrl_lightning.durable import write_atomically
@@ -127,6 +128,7 @@ class RunReport(RoundCallback):
         if len(evaluation.results) > 1:
             (_, first), (_, last) = evaluation.results[0], evaluation.results[-1]
             facts.append(f"mean task reward on evaluation items: {first:.3f} before, {last:.3f} after")
+        facts += [f"{what}: {path}" for what, path in parts_elsewhere(trainer).items()]
         return RunSummary(
             title=type(pl_module).__name__,
             facts=facts,

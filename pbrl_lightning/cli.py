@@ -20,7 +20,7 @@ from typing_extensions import override
 import pbrl_lightning.callbacks
 from pbrl_lightning.checkpoints import newest_checkpoint
 from pbrl_lightning.collecting import PreferenceTrainer
-from pbrl_lightning.commands import completion, expected, migrate, sample
+from pbrl_lightning.commands import compare, completion, expected, migrate, sample
 from pbrl_lightning.comparators.base import Comparator
 from pbrl_lightning.data import PreferenceDataModule
 from pbrl_lightning.modules.base import LearnerModule
@@ -158,10 +158,15 @@ def _completion(parser: CommandParser, shell: completion.Shell) -> str:
 COMMANDS: dict[str, tuple[Callable[[], ArgumentParser], str]] = {
     "sample": (sample.parser, sample.HELP),
     "migrate": (migrate.parser, migrate.HELP),
+    "compare": (compare.parser, compare.HELP),
     "completion": (completion.parser, completion.HELP),
 }
 """What runs no Trainer: its options, and its line in the help."""
-_RUN: dict[str, Callable[[list[str]], None]] = {"sample": sample.main, "migrate": migrate.main}
+_RUN: dict[str, Callable[[list[str]], None]] = {
+    "sample": sample.main,
+    "migrate": migrate.main,
+    "compare": compare.main,
+}
 
 
 def main(args: list[str] | None = None) -> None:

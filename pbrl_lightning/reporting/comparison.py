@@ -98,12 +98,11 @@ def option_rows(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
 def as_text(rows: Sequence[Sequence[str]]) -> str:
     """Rows with aligned columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(cells)
-        ).rstrip()
-        for cells in (list(zip(row, widths, strict=True)) for row in rows)
-    )
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
 
 
 def missing_lines(runs: Sequence[RunRecord]) -> list[str]:
@@ -148,7 +147,8 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
 def _figures(runs: Sequence[RunRecord], name: str, axes: Sequence[str]) -> str:
     drawn = [(axis, _draw(runs, name, axis)) for axis in axes]
     images = "".join(
-        f'<figure role="img" class="by-{axis}" aria-label="{_text(name)} by {_AXES[axis]}">{svg(figure, name + axis)}</figure>'
+        f'<figure role="img" class="by-{axis}" aria-label="{_text(name)} by {_AXES[axis]}">'
+        f"{svg(figure, name + axis)}</figure>"
         for axis, figure in drawn
         if figure is not None
     )
@@ -180,7 +180,7 @@ def _draw(runs: Sequence[RunRecord], name: str, axis: str) -> Figure | None:
 def _curve(run: RunRecord, name: str, axis: str) -> Curve | None:
     """A run's curve of a bounded number of points along an axis."""
     series, place = run.series.get(name), _along(run, axis)
-    if series is None or place is None:
+    if series is None or place is None or (axis == "time" and not series.seconds):
         return None
     curve = Curve()
     for index, value in enumerate(series.values):
@@ -193,9 +193,8 @@ def _along(run: RunRecord, axis: str) -> Callable[[Series, int], float] | None:
     if axis == "update":
         return lambda series, index: series.steps[index]
     if axis == "responses":
-        return (
-            (lambda series, index: run.responses_at(series.steps[index]) or 0.0) if "env_step" in run.series else None
-        )
+        counted = "env_step" in run.series
+        return (lambda series, index: run.responses_at(series.steps[index]) or 0.0) if counted else None
     timed = any(series.seconds for series in run.series.values())
     return (lambda series, index: series.seconds[index] / 60) if timed else None
 

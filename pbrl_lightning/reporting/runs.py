@@ -102,7 +102,7 @@ def find_runs(paths: Iterable[str]) -> list[tuple[str | None, Path]]:
         if not path.is_dir():
             problems.append(f"the run {str(path)!r} does not exist")
             continue
-        below = [path] if _is_run(path) else sorted({file.parent for file in path.rglob("*") if _is_run(file.parent)})
+        below = [path] if _is_run(path) else sorted(filter(_is_run, {file.parent for file in path.rglob("*.*")}))
         below = [run for run in below if not _is_part(run, below)]
         if not below:
             problems.append(f"{str(path)!r} holds no run: no {', '.join(_FILES)}")
@@ -140,7 +140,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _is_part(path: Path, runs: list[Path]) -> bool:
-    """True for an exported model (its config.json is none of ours) and for what else lies in a run."""
+    """True for a folder within a run."""
     return any(run in path.parents for run in runs)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
+from pbrl_lightning.curves import standard_error
 from pbrl_lightning.media import log_table
 from pbrl_lightning.rounds import log_to
-from pbrl_lightning.samples import JointSample, evaluated_samples, table_of
+from pbrl_lightning.samples import JointSample, evaluated_lengths, evaluated_samples, table_of
 from pbrl_lightning.utils.errors import ConfigurationError
 
 
@@ -94,6 +95,9 @@ class JointEvaluation(L.Callback):
         if mean is not None:
             self.results.append((trainer.global_step, mean))
             metrics |= {"eval/turn_1/reward_mean": mean, "eval/turn_1/expected_return": mean}
+            if (error := standard_error(scored.tolist())) is not None:
+                metrics["eval/turn_1/reward_standard_error"] = error
+        metrics |= {f"eval/{name}": length for name, length in evaluated_lengths(batch).items()}
         log_to(trainer, {**metrics, "env_step": trainer.datamodule.env_step})  # type: ignore[attr-defined]
         self.last = evaluated_samples(batch)
         self.first = self.first or self.last

@@ -156,7 +156,7 @@ class CollectionStage(L.LightningDataModule):
 def _check(model: LearnerModule, data: PreferenceDataModule) -> None:
     checks = [
         (not isinstance(model, TeamModule), f"a {type(model).__name__} has no team to collect with"),
-        (data.pair_paths is not None, "`pairs` must be left out: collecting makes them"),
+        (data.given_pairs is not None, "`pairs` must be left out: collecting makes them"),
         (not data.items, "`items` must be given to collect"),
         (data.oracle is None and data.judge is None, "`reward_func` or `judge` must be given to collect"),
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pbrl_lightning.acceleration.precision import AUTO
 from pbrl_lightning.agents.adapters import LoraOptions
 from pbrl_lightning.agents.prompts import ChatTemplate, PromptTemplate
 from pbrl_lightning.agents.roles import JointAdapter
@@ -48,6 +49,8 @@ def team_options(checkpoint: Mapping[str, Any], path: Path, given: Mapping[str, 
             options[name] = decode(spec, _CLASSES, name)
             if name == "formatters":
                 options[name] = _formatters(options[name])
+    if options.get("dtype") == AUTO:  # as the run chose, whatever this machine would
+        options["dtype"] = checkpoint.get("dtype") or AUTO
     return options
 
 

@@ -80,6 +80,7 @@ def load_module(kind: type[M], path: str | Path, map_location: Any, given: Mappi
     if missing:
         raise ConfigurationError(f"{file} was written by a version that kept no options: give `{missing[0]}=`")
     module = kind(**options)
+    module.settle_dtype(checkpoint.get("dtype"))
     module.restore(checkpoint)
     return module
 

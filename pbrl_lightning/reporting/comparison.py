@@ -195,7 +195,7 @@ def _along(run: RunRecord, axis: str) -> Callable[[Series, int], float] | None:
     if axis == "responses":
         counted = "env_step" in run.series
         return (lambda series, index: run.responses_at(series.steps[index]) or 0.0) if counted else None
-    timed = any(series.seconds for series in run.series.values())
+    timed = any(len(series.seconds) > 1 for series in run.series.values())
     return (lambda series, index: series.seconds[index] / 60) if timed else None
 
 

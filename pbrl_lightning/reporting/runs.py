@@ -124,7 +124,7 @@ def read_run(directory: Path, name: str | None = None) -> RunRecord:
         name: What to call it; default its ``run_name``, or its directory's last parts.
     """
     missing = []
-    series = _events(directory) or _csv(directory) or _curves(directory)
+    series = _merged(_curves(directory), _csv(directory), _events(directory))
     if not series:
         missing.append("no logged numbers (no TensorBoard files, metrics.csv or curves.json)")
     elif EVALUATION not in series and "reward/val_accuracy" not in series:
@@ -159,8 +159,7 @@ def _events(directory: Path) -> dict[str, Series]:
         for tag, events in scalars.items():
             for event in events:
                 ended = max(ended, event.wall_time)
-                # A resumed run logs some steps again.
-                found.setdefault(tag, {})[event.step] = (event.value, passed + event.wall_time - begun)
+                _put(found, tag, event.step, event.value, passed + event.wall_time - begun)
         passed += ended - begun
     return {tag: _ordered(points) for tag, points in found.items()}
 
@@ -177,7 +176,7 @@ def _csv(directory: Path) -> dict[str, Series]:
                 step = int(float(row.get("step") or 0))
                 for tag, text in row.items():
                     if tag not in (None, "step") and text:
-                        found.setdefault(tag, {})[step] = (float(text), math.nan)
+                        _put(found, tag, step, float(text), math.nan)
     return {tag: _ordered(points) for tag, points in found.items()}
 
 
@@ -188,6 +187,27 @@ def _curves(directory: Path) -> dict[str, Series]:
         return {}
     saved = json.loads(path.read_text(encoding="utf-8"))
     return {tag: Series([int(step) for step in curve["steps"]], curve["values"]) for tag, curve in saved.items()}
+
+
+def _put(found: dict[str, dict[int, tuple[float, float]]], tag: str, step: int, value: float, at: float) -> None:
+    """Adds a point. A resumed run logs some steps again: the last value counts, of times their sum."""
+    points = found.setdefault(tag, {})
+    if tag.startswith("time/") and step in points:
+        value += points[step][0]
+    points[step] = (value, at)
+
+
+def _merged(*sources: Mapping[str, Series]) -> dict[str, Series]:
+    """Curves from several places: of a name, the longest, and what the others have before it begins."""
+    merged: dict[str, Series] = {}
+    for source in sources:
+        for tag, series in source.items():
+            known = merged.get(tag, Series())
+            earlier = sum(step < series.steps[0] for step in known.steps) if series.steps else len(known.steps)
+            steps, values = known.steps[:earlier] + series.steps, known.values[:earlier] + series.values
+            if series.steps and (not known.steps or known.steps[-1] <= series.steps[-1]):
+                merged[tag] = Series(steps, values, series.seconds if not earlier else [])
+    return merged
 
 
 def _ordered(points: Mapping[int, tuple[float, float]]) -> Series:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import lightning as L
 import torch
@@ -21,6 +21,7 @@ from pbrl_lightning.checkpoints import make_durable
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.heap import keep_freed_memory
 from pbrl_lightning.modules.gradients import clip_gradients, total_norm
+from pbrl_lightning.modules.restoring import drop_objects, load_module, saved_options
 from pbrl_lightning.modules.run_dtype import DtypeHolder, RunDtype
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
@@ -259,8 +260,51 @@ class LearnerModule(RunDtype):
             by_group = {f"train/grad_norm/{name}": norm for name, norm in norms.items()}
             self.log_dict({"train/grad_norm": total_norm(list(norms.values())), **by_group})
 
+    @classmethod
+    @override
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """A module with the options and trained weights of a checkpoint; frozen backbones are loaded by their names.
+
+        Args:
+            checkpoint_path: A ``.ckpt`` file, or a run's directory for its newest one.
+            map_location: As in ``torch.load``; default: where the weights were.
+            hparams_file: Not taken: the checkpoint holds the options.
+            strict: Every trained weight must be there in any case.
+            weights_only: True in any case: a checkpoint runs no code.
+            **kwargs: Options of the module in the place of the saved ones, such as ``team=``.
+
+        Raises:
+            ConfigurationError: If it is another module's, or does not hold what is needed; says what to give.
+        """
+        del strict
+        if hparams_file is not None or weights_only is False:
+            raise ConfigurationError("`hparams_file` and `weights_only=False` are not taken: the options are saved")
+        return load_module(cls, checkpoint_path, map_location, kwargs)
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Takes the trained weights of a checkpoint, and moves to where they are.
+
+        Args:
+            checkpoint: As loaded; its epoch is settled in place.
+        """
+        self.check()
+        self.on_load_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        self.load_state_dict(state, strict=False)
+        self.to(next((value.device for value in state.values()), self.device))
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["options"] = saved_options(self)
+        drop_objects(checkpoint)
         # What this run does not train stays out: frozen backbones, adapters of earlier runs on the same team. Tied
         # weights have several names, and all of them are in the state dict.
         everything = self.named_parameters(remove_duplicate=False)

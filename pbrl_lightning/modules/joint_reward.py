@@ -89,6 +89,11 @@ class JointRewardModule(LearnerModule):
         self.reward_model.bind(None).load().set_trained(True)
 
     @override
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        super().restore(checkpoint)
+        self.reward_model.fitted = checkpoint["global_step"] > 0
+
+    @override
     def dtype_holders(self) -> list[DtypeHolder]:
         return [self.reward_model]
 

@@ -233,6 +233,11 @@ class MARLHFModule(TeamModule):
         self._policy_updates += self._in_policy_phase
 
     @override
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        super().restore(checkpoint)
+        self.reward_model.fitted = checkpoint["global_step"] > 0
+
+    @override
     def export(self, directory: Path) -> None:
         super().export(directory)
         self.reward.export(directory)

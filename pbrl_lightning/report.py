@@ -147,7 +147,7 @@ def _options(run: RunSummary) -> str:
     """The options that matter, then all of them folded."""
     groups = []
     for heading, options in run.options:
-        rows = "".join(f"<dt>{_text(name)}</dt><dd>{_markdown(value)}</dd>" for name, value in options)
+        rows = "".join(f"<dt>{_markdown(name)}</dt><dd>{_markdown(value)}</dd>" for name, value in options)
         groups.append(f"<div><h3>{_text(heading)}</h3><dl>{rows}</dl></div>" if rows else "")
     folded = _folded("what was set, as a configuration", run.changed) + _folded("all options", run.configuration)
     return (f'<div class="options">{"".join(groups)}</div>' if any(groups) else "") + folded

@@ -160,7 +160,13 @@ def _folded(summary: str, text: str) -> str:
 def _curves(curves: Mapping[str, Curve]) -> str:
     """Single numbers as tiles, the rest as figures, and how to read them."""
     panels = filled_panels(curves)
-    numbers = [tile for panel, lines in panels if single(lines) for tile in _number_tiles(panel, lines)]
+    numbers = [
+        tile
+        for panel, lines in panels
+        # The seconds of a single round are those of the run, which stand further up.
+        if single(lines) and not all(name.startswith("time/") for name in panel.names)
+        for tile in _number_tiles(panel, lines)
+    ]
     drawn = [(panel, lines) for panel, lines in panels if not single(lines)]
     return _tiles(numbers) + _caption(drawn) + draw_panels(drawn)
 

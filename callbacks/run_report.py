@@ -20,6 +20,7 @@ from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.preferences.collector import Collection
 from pbrl_lightning.report import RunSummary, render
 from pbrl_lightning.rounds import RoundCallback
+from pbrl_lightning.run_directory import run_directory
 from pbrl_lightning.samples import JointSample, pair_samples
 from pbrl_lightning.timing import duration, pending_seconds
 from pbrl_lightning.utils.errors import ConfigurationError
@@ -33,7 +34,7 @@ class RunReport(RoundCallback):
     runs with a logger.
 
     Args:
-        dirpath: Where to; default the run's log directory.
+        dirpath: Where to; default the run's directory.
         num_samples: Task items of a round whose pairs are shown.
     """
 
@@ -112,7 +113,7 @@ class RunReport(RoundCallback):
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        directory = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        directory = Path(self.dirpath or run_directory(trainer))
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         page = render(self._summary(trainer, pl_module, directory))

@@ -283,6 +283,7 @@ class RolloutLoader:
         if self.learner.kl_coef:
             kl, clamped = everything["kl"].unbind(1)
             metrics |= {"policy/kl": kl.mean().item(), "policy/kl_clamped_tokens": clamped.sum().item()}
+            metrics |= {f"policy/kl/agent_{i}": mean.item() for i, mean in enumerate(kl.mean((0, 2)))}  # of (B, N, G)
         self.on_rollout(num_responses, metrics)
 
     def _score(self, items: list[TaskItem], samples: list[TeamSample]) -> tuple[Tensor, Tensor]:

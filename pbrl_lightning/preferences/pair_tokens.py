@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -160,12 +161,13 @@ class PairLoader:
         # Rows of this optimizer step, over ranks and accumulated batches.
         step = index // self.accumulation
         step_rows = len(order[step * self.accumulation * size : (step + 1) * self.accumulation * size])
-        means = torch.tensor([self.pairs[row].candidate_reward_mean for row in filled], dtype=torch.float64)
+        pairs = [self.pairs[row] for row in filled]
+        means = [pair.candidate_reward_mean if pair.has_rewards else math.nan for pair in pairs]
         return PairBatch(
             agents=[self._rows(reader, filled) for reader in range(len(self.pad_ids))],
             weights=weights,
             loss_scale=self.world_size * self.accumulation / step_rows,
-            candidate_reward_means=means,
+            candidate_reward_means=torch.tensor(means, dtype=torch.float64),
         )
 
     def _rows(self, reader: int, rows: list[int]) -> TokenBatch:

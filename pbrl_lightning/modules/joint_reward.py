@@ -69,6 +69,11 @@ class JointRewardModule(LearnerModule):
         )
         self.calibration = BinaryCalibrationError(n_bins=10)
 
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        return ["reward/loss", "reward/accuracy", "reward/margin"]
+
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         if iterative:

@@ -66,6 +66,12 @@ class MADPOModule(TeamModule):
         self.dpo_beta = dpo_beta
         self.score_last_token = score_last_token
 
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        rewards = ["turn_1/reward_mean", "turn_1/expected_return"]
+        return ["train/loss", "train/margin", "train/preference_accuracy", *rewards]
+
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         epochs = self.num_train_epochs or (1 if iterative else 20)

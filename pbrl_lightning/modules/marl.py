@@ -107,6 +107,16 @@ class MARLModule(TeamModule):
         """The fitted reward model that scores rollouts, None for the task reward."""
         return self._reward_model[0]
 
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        of_rollouts = [f"rollout/{name}" for name in ("scored_responses", "tokens_per_second")]
+        of_rollouts += ["turn_1/reward_mean", "turn_1/expected_return"]
+        if self.reference_kl is not None:
+            of_rollouts += ["policy/kl", "policy/kl_clamped_tokens"]
+        critics = ["value/loss"] if self.critic is not None else []
+        return ["policy/loss", "policy/logp", *critics, *of_rollouts]
+
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         if iterative:

@@ -9,10 +9,11 @@ import lightning as L
 from lightning.pytorch.callbacks import WeightAveraging
 from typing_extensions import override
 
+from pbrl_lightning.curves import standard_error
 from pbrl_lightning.media import log_table
 from pbrl_lightning.monitoring import monitors_evaluation
 from pbrl_lightning.rounds import log_to
-from pbrl_lightning.samples import JointSample, evaluated_samples, table_of
+from pbrl_lightning.samples import JointSample, evaluated_lengths, evaluated_samples, table_of
 from pbrl_lightning.utils.errors import ConfigurationError
 
 
@@ -101,6 +102,9 @@ class JointEvaluation(L.Callback):
         if mean is not None:
             self.results.append((trainer.global_step, mean))
             metrics |= {"eval/turn_1/reward_mean": mean, "eval/turn_1/expected_return": mean}
+            if (error := standard_error(scored.tolist())) is not None:
+                metrics["eval/turn_1/reward_standard_error"] = error
+        metrics |= {f"eval/{name}": length for name, length in evaluated_lengths(batch).items()}
         # A checkpoint of later weights must not count as having the score of the first ones.
         monitored = trainer.global_step > 0
         log_to(trainer, {**metrics, "env_step": trainer.datamodule.env_step}, monitored)  # type: ignore[attr-defined]

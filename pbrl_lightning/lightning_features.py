@@ -50,7 +50,7 @@ class _Run:
     @property
     def samples(self) -> bool:
         """True if it trains on what its agents sample, and not on files of pairs alone."""
-        return self.module.policy_stage is not None or self.data.pair_paths is None
+        return self.module.policy_stage is not None or self.data.given_pairs is None
 
     @property
     def ignores_validation(self) -> bool:

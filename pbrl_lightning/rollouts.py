@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import RolloutBatch, TaskItem, TeamSample, TokenBatch
+from pbrl_lightning.curves import standard_error
 from pbrl_lightning.distributed import gather_by_index, together
 from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.pair_tokens import collate_rows, used_batches
@@ -285,9 +286,12 @@ class RolloutLoader:
         metrics = {"rollout/scored_responses": float(len(found)), "rollout/tokens_per_second": tokens_per_second}
         if len(found):
             metrics["turn_1/reward_mean"] = metrics["turn_1/expected_return"] = found.mean().item()
+            if (error := standard_error(found.tolist())) is not None:
+                metrics["turn_1/reward_standard_error"] = error
         if self.learner.kl_coef:
             kl, clamped = everything["kl"].unbind(1)
             metrics |= {"policy/kl": kl.mean().item(), "policy/kl_clamped_tokens": clamped.sum().item()}
+            metrics |= {f"policy/kl/agent_{i}": mean.item() for i, mean in enumerate(kl.mean((0, 2)))}  # of (B, N, G)
         self.on_rollout(num_responses, metrics)
 
     def _score(self, items: list[TaskItem], samples: list[TeamSample]) -> tuple[Tensor, Tensor]:

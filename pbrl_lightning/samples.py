@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from pbrl_lightning.batches import EvaluationBatch, PreferencePair
+from pbrl_lightning.batches import EvaluationBatch, PreferencePair, TeamSample
 
 Cell = str | float | int | None
 
@@ -38,6 +39,30 @@ def evaluated_samples(batch: EvaluationBatch) -> list[JointSample]:
         )
         for (sample, index), reward in zip(rows, batch.rewards.tolist(), strict=True)
     ]
+
+
+def response_tokens(sample: TeamSample) -> list[list[int]]:
+    """Tokens of each joint response, ``N`` lists of counts, EOS included.
+
+    Empty where tokens belong to no single agent, or where they are not known.
+    """
+    lengths = [[len(responses[index].token_ids) for index in sample.joint_indices] for responses in sample.responses]
+    return lengths if not sample.joint_tokens and any(map(any, lengths)) else []
+
+
+def mean_lengths(response_tokens: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Mean tokens of a response as ``response_length/agent_0`` …, for agents that have any."""
+    return {
+        f"response_length/agent_{agent}": sum(counts) / len(counts)
+        for agent, counts in enumerate(response_tokens)
+        if counts
+    }
+
+
+def evaluated_lengths(batch: EvaluationBatch) -> dict[str, float]:
+    """:func:`mean_lengths` of an evaluation."""
+    samples = [tokens for sample in batch.samples if (tokens := response_tokens(sample))]
+    return mean_lengths([list(chain.from_iterable(agent)) for agent in zip(*samples, strict=True)])
 
 
 def pair_samples(pairs: Sequence[PreferencePair], num_items: int) -> list[JointSample]:

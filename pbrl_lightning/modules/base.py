@@ -16,18 +16,20 @@ from typing_extensions import override
 
 from pbrl_lightning.agents.prompts import render_messages
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
+from pbrl_lightning.batches import PairTokens, PreferencePair
 from pbrl_lightning.checkpoints import make_durable
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.heap import keep_freed_memory
 from pbrl_lightning.lightning_features import check_features
+from pbrl_lightning.modules.gradients import clip_gradients, total_norm
+from pbrl_lightning.modules.run_dtype import DtypeHolder, RunDtype
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.rounds import batches_per_update, log_to, writes_logs
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.sharding import share_out
 from pbrl_lightning.timing import Stopwatch, spending
-from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.errors import CheckpointError, ConfigurationError, RunError, raise_together
 
 if TYPE_CHECKING:
     from pbrl_lightning.models.reward import JointRewardModel
@@ -38,7 +40,12 @@ _WEIGHTS = {"state_dict", "current_model_state"}
 """Where a checkpoint holds weights; the second beside a ``WeightAveraging``, whose average is the first."""
 
 
-class LearnerModule(L.LightningModule):
+def by_agent(name: str, values: Tensor) -> Metrics:
+    """One number per agent, shape ``(N,)``, under the names ``NAME/agent_0``, ``NAME/agent_1`` and so on."""
+    return {f"{name}/agent_{agent}": value for agent, value in enumerate(values.unbind())}
+
+
+class LearnerModule(RunDtype):
     """Base of all modules: one AdamW with a named parameter group per agent, reward model and critic.
 
     A subclass gives the loss of a batch in :meth:`step`.
@@ -64,6 +71,15 @@ class LearnerModule(L.LightningModule):
     pair_margins_name = "train/margins"
     """What loggers call them."""
 
+    val_margins_name = "val/margins"
+    """The same for held-out pairs."""
+
+    measures_pairs = False
+    """True if it can be measured on held-out pairs while it trains."""
+
+    held_out_names: tuple[str, ...] = ()
+    """What is logged of them."""
+
     def __init__(
         self,
         *,
@@ -75,7 +91,7 @@ class LearnerModule(L.LightningModule):
             raise ConfigurationError(f"`weight_decay` must be >= 0, got {weight_decay}")
         self.weight_decay = weight_decay
         self.lr_scheduler = lr_scheduler
-        # Checkpoints hold what is trained and no frozen backbone; `on_load_checkpoint` checks that nothing lacks.
+        # Checkpoints hold no frozen backbone; `on_load_checkpoint` checks that no trained weight is missing.
         self.strict_loading = False
         self._batch_started = Stopwatch()
         self._resumed_metrics: dict[str, float] = {}
@@ -83,7 +99,7 @@ class LearnerModule(L.LightningModule):
     @property
     @abstractmethod
     def step_metrics(self) -> list[str]:
-        """Names of what :meth:`step` logs, which callbacks can monitor."""
+        """Names of what is logged of batches and rollouts, without those per agent; callbacks can monitor them."""
 
     @abstractmethod
     def make_schedule(self, iterative: bool) -> RoundSchedule:
@@ -155,11 +171,18 @@ class LearnerModule(L.LightningModule):
 
     def wanted_callbacks(self) -> list[L.Callback]:
         """What a run of this module needs, unless the user gives one of the kind."""
-        from pbrl_lightning.callbacks import AgentExport, GracefulStop, RoundFigures, RoundTimes, RunReport
+        from pbrl_lightning.callbacks import (
+            AgentExport,
+            GracefulStop,
+            RoundFigures,
+            RoundTimes,
+            RunDirectory,
+            RunReport,
+        )
 
         # What a logger gets is shown once more at the end; who logs nothing gets no pictures either.
         pictures = [RoundFigures(), RunReport()] if writes_logs(self.trainer) else []
-        return [RoundTimes(), AgentExport(), *pictures, GracefulStop()]
+        return [RunDirectory(), RoundTimes(), AgentExport(), *pictures, GracefulStop()]
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
@@ -171,7 +194,9 @@ class LearnerModule(L.LightningModule):
     def configure_model(self) -> None:
         # After the data module's setup, so that a wrong configuration is reported before anything is loaded.
         make_durable(self.trainer)
+        self.settle_dtype()
         self.load()
+        self.warn_of_emulated_types()
         share_out(self)
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -239,15 +264,18 @@ class LearnerModule(L.LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips each parameter group by itself: one agent's large gradient does not shrink another's."""
-        if not gradient_clip_val:
-            return
-        for group in optimizer.param_groups:
-            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if moving and gradient_clip_algorithm == "value":
-                torch.nn.utils.clip_grad_value_(moving, gradient_clip_val)
-            elif moving:
-                torch.nn.utils.clip_grad_norm_(moving, gradient_clip_val)
+        """Clips each parameter group by itself: one agent's large gradient does not shrink another's.
+
+        Logs the norm of each group's gradient before that, and of all together.
+        """
+        norms = {
+            group["name"]: norm
+            for group in optimizer.param_groups
+            if (norm := clip_gradients(group["params"], gradient_clip_val, gradient_clip_algorithm)) is not None
+        }
+        if norms:
+            by_group = {f"train/grad_norm/{name}": norm for name, norm in norms.items()}
+            self.log_dict({"train/grad_norm": total_norm(list(norms.values())), **by_group})
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -260,6 +288,7 @@ class LearnerModule(L.LightningModule):
             checkpoint[part] = {name: value for name, value in checkpoint[part].items() if name not in frozen}
         # What callbacks monitor may be logged once a round.
         checkpoint["callback_metrics"] = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        checkpoint["dtype"] = self.run_dtype
 
     def _trained(self) -> set[int]:
         """Identities of the parameters in the optimizer's groups."""
@@ -268,15 +297,20 @@ class LearnerModule(L.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         settle_epoch(checkpoint)
+        self.take_dtype(checkpoint.get("dtype"))
         self.load()
         moving = self._trained()
         trained = {name for name, parameter in self.named_parameters() if id(parameter) in moving}
         missing = sorted(trained - set(checkpoint["state_dict"]))
         if missing:
-            raise KeyError(f"the checkpoint lacks {len(missing)} trained weights, such as {missing[0]!r}")
+            raise CheckpointError(
+                f"{len(missing)} trained weights are missing from the checkpoint, such as {missing[0]!r}"
+            )
         unknown = sorted(set(checkpoint["state_dict"]) - set(self.state_dict()))
         if unknown:
-            raise KeyError(f"the checkpoint has {len(unknown)} weights that this run lacks, such as {unknown[0]!r}")
+            raise CheckpointError(
+                f"the checkpoint has {len(unknown)} weights that this run does not have, such as {unknown[0]!r}"
+            )
         self._resumed_metrics = checkpoint.get("callback_metrics", {})
         if "averaging_state" in checkpoint:  # WeightAveraging reads what is frozen too
             for part in _WEIGHTS:
@@ -370,6 +404,10 @@ class TeamModule(LearnerModule):
         self.team.load()
 
     @override
+    def dtype_holders(self) -> list[DtypeHolder]:
+        return [self.team]
+
+    @override
     def export(self, directory: Path) -> None:
         self.team.save(directory)
 
@@ -402,20 +440,27 @@ class TeamModule(LearnerModule):
         return render_messages(self.team.tokenizer(0), messages, add_generation_prompt)
 
     @override
-    def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        del batch_idx
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        del batch_idx, dataloader_idx
         self._validation_rewards.append(batch.rewards)
-        for name, value in batch.metrics.items():
-            self.log(f"eval/{name}", value, batch_size=len(batch), on_epoch=True, on_step=False)
+        self.log_dict(
+            {f"eval/{name}": value for name, value in batch.metrics.items()},
+            batch_size=len(batch),
+            on_epoch=True,
+            on_step=False,
+            add_dataloader_idx=False,
+        )
 
     @override
     def on_validation_epoch_end(self) -> None:
         """Logs the mean reward over all items, its standard error and the number of scored joint responses."""
-        rewards = torch.cat(self._validation_rewards) if self._validation_rewards else torch.empty(0)
+        if not self._validation_rewards:
+            return  # a fit, which measures pairs alone
+        rewards = torch.cat(self._validation_rewards)
         self._validation_rewards.clear()
         rewards = rewards[~rewards.isnan()]
         if not len(rewards):
-            raise RuntimeError("no joint response of the evaluation items got a score")
+            raise RunError("no joint response of the evaluation items got a score")
         error = rewards.std() / len(rewards) ** 0.5 if len(rewards) > 1 else torch.tensor(float("inf"))
         self.log("eval/turn_1/reward_mean", rewards.mean().float())
         self.log("eval/turn_1/expected_return", rewards.mean().float())

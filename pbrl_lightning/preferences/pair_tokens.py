@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -177,12 +178,13 @@ class PairLoader:
         first = index - index % self.accumulation
         last = min(first + self.accumulation, used_batches(len(self), self.limit))
         step_rows = len(order[first * size : last * size])
-        means = torch.tensor([self.pairs[row].candidate_reward_mean for row in filled], dtype=torch.float64)
+        pairs = [self.pairs[row] for row in filled]
+        means = [pair.candidate_reward_mean if pair.has_rewards else math.nan for pair in pairs]
         return PairBatch(
             agents=[self._rows(reader, filled) for reader in range(len(self.pad_ids))],
             weights=weights,
             loss_scale=self.world_size * self.accumulation / step_rows,
-            candidate_reward_means=means,
+            candidate_reward_means=torch.tensor(means, dtype=torch.float64),
         )
 
     def _rows(self, reader: int, rows: list[int]) -> TokenBatch:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from pbrl_lightning.checkpoints import checkpoint_directory
 from pbrl_lightning.rounds import RoundCallback
+from pbrl_lightning.utils.errors import FileError
 
 _NAME = re.compile(r"round_\d+\.ckpt")
 
@@ -43,7 +44,7 @@ class RoundCheckpoint(RoundCallback):
         trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
         if trainer.is_global_zero:
             if not path.exists():  # Lightning says nothing where it may not write
-                raise OSError(f"the checkpoint {path} could not be written")
+                raise FileError(f"the checkpoint {path} could not be written")
             # A name alone, of this run's own directory: a checkpoint from elsewhere must not name files to remove.
             if before is not None and before != self._last and _NAME.fullmatch(before):
                 path.with_name(before).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.durable import write_atomically
-from pbrl_lightning.utils.errors import MissingFileError
+from pbrl_lightning.utils.errors import MissingFileError, file_error
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
@@ -37,7 +37,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             if not isinstance(cause, OSError):
                 raise
             message = f"the checkpoint could not be written ({cause.strerror})"
-            raise type(cause)(cause.errno, message, str(path)) from error
+            raise file_error(cause, cause.errno, message, str(path)) from error
 
     @override
     def load_checkpoint(
@@ -73,6 +73,20 @@ def newest_checkpoint(directory: str | Path) -> Path:
             return path
         rank_zero_warn(f"the checkpoint {path} is not whole and is passed over")
     raise MissingFileError(f"there is no whole checkpoint (*.ckpt) under {str(directory)!r}")
+
+
+def dtype_of_checkpoint(path: str | Path) -> str | None:
+    """The number type of a run's weights, as its checkpoint file says; None for anything else.
+
+    Only the file's directory is read, not its weights. What is wrong with a file is left for the Trainer to report.
+    """
+    if not Path(path).is_file():
+        return None
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception:
+        return None
+    return checkpoint.get("dtype")
 
 
 def _is_whole(path: Path) -> bool:

@@ -30,7 +30,7 @@ from pbrl_lightning.preferences.selection import PairSelection
 from pbrl_lightning.rollouts import RolloutLoader
 from pbrl_lightning.rounds import RoundRecord, RunProgress, completed_epochs, log_round, log_to, notify
 from pbrl_lightning.schedule import Position, RoundSchedule
-from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.errors import ConfigurationError, OptionTypeError, RunError
 
 
 class PreferenceDataModule(L.LightningDataModule):
@@ -343,14 +343,16 @@ class PreferenceDataModule(L.LightningDataModule):
     @property
     def _trainer(self) -> L.Trainer:
         if self.trainer is None:
-            raise RuntimeError("the PreferenceDataModule is not attached to a Trainer; use Trainer.fit(module, data)")
+            raise RunError("the PreferenceDataModule is not attached to a Trainer; use Trainer.fit(module, data)")
         return self.trainer
 
     @property
     def _module(self) -> LearnerModule:
         module = self._trainer.lightning_module
         if not isinstance(module, LearnerModule):
-            raise TypeError(f"a PreferenceDataModule feeds the modules of this library, got {type(module).__name__}")
+            raise OptionTypeError(
+                f"a PreferenceDataModule feeds the modules of this library, got {type(module).__name__}"
+            )
         return module
 
     @property

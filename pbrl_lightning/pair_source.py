@@ -26,6 +26,7 @@ from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
 from pbrl_lightning.randomness import counted_generator, counted_permutation
 from pbrl_lightning.rounds import RoundRecord, notify
 from pbrl_lightning.sharding import gathered
+from pbrl_lightning.utils.errors import RunError
 
 _JOURNAL_NAME = re.compile(r"round_\d{4,}-[0-9a-f]{32}")
 
@@ -119,7 +120,7 @@ class PairSource:
         notify(trainer, "on_collection_end", round_number)
         remote = collector.comparator is not None and collector.comparator.is_remote
         if remote and count and not collected.num_comparator_responses:
-            raise RuntimeError(f"the comparator gave no joint response to any task item of round {round_number}")
+            raise RunError(f"the comparator gave no joint response to any task item of round {round_number}")
         return collected
 
     def _journal(

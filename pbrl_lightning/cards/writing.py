@@ -22,6 +22,7 @@ from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.modules.joint_reward import JointRewardModule
 from pbrl_lightning.modules.marlhf import MARLHFModule
 from pbrl_lightning.report import learning_panels
+from pbrl_lightning.utils.errors import OptionTypeError
 
 if TYPE_CHECKING:
     from pbrl_lightning.agents.team import AgentTeam
@@ -55,7 +56,7 @@ def write_cards(trainer: L.Trainer, module: LearnerModule, results: RunResults, 
 
     data = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, PreferenceDataModule):
-        raise TypeError("the trainer has no PreferenceDataModule to tell of")
+        raise OptionTypeError("a model card needs a trainer with a PreferenceDataModule")
     panels = learning_panels(results.curves)
     image = png(curves_figure(panels)) if panels else None
     run = _Run(trainer, module, data, results, image is not None)

@@ -10,6 +10,7 @@ from typing import Any
 from pbrl_lightning.migration.names import COMPARATORS, PLACED, REPLAYS, ROUNDS, RUNS, names_of
 from pbrl_lightning.migration.reading import Left, Reading, read_configuration
 from pbrl_lightning.migration.rules import broken_rules, devices_of, endpoint_of, says_something
+from pbrl_lightning.utils.errors import ConfigurationError
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _CRITIC_OPTIONS = ("use_separate_critic", "critic_model_name", "critic_type", "critic_learning_rate", "value_loss_coef",
@@ -25,7 +26,7 @@ _IN_CODE = {
 Parts = dict[str, dict[str, Any]]
 
 
-class MigrationError(ValueError):
+class MigrationError(ConfigurationError):
     """The configuration is not one that CoMLRL takes, or asks for what does not exist here.
 
     Attributes:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from pbrl_lightning.acceleration.precision import AUTO
 from pbrl_lightning.advantages import CriticType
 from pbrl_lightning.agents.adapters import LoraOptions
 from pbrl_lightning.agents.team import AgentTeam
@@ -40,6 +41,12 @@ class Critic(nn.Module):
 
     value_clip_range: float | None = None
 
+    dtype = "float32"
+    """Of the weights that it loads itself."""
+
+    chooses_dtype = False
+    """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
+
     def __init__(self, critic_type: CriticType = "v") -> None:
         super().__init__()
         if critic_type not in get_args(CriticType):
@@ -53,6 +60,12 @@ class Critic(nn.Module):
     @abstractmethod
     def load(self, team: AgentTeam) -> Self:
         """Brings the weights into memory; does nothing the second time."""
+
+    def settle_dtype(self, dtype: str) -> None:
+        """Takes a type in the place of ``auto``."""
+
+    def unload(self) -> None:
+        """Gives up the weights, so that the next ``load`` reads them again."""
 
     @abstractmethod
     def renew(self, round_number: int) -> None:
@@ -87,6 +100,27 @@ class TextCritic(Critic):
     """Base of the critics with models of their own, which read texts with their own tokenizers."""
 
     models: nn.ModuleList
+
+    @property
+    def dtype(self) -> str:  # type: ignore[override]
+        """Of the weights that it loads itself."""
+        return self._options["dtype"]
+
+    @property
+    def chooses_dtype(self) -> bool:  # type: ignore[override]
+        """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
+        return self._options["dtype"] == AUTO
+
+    @override
+    def settle_dtype(self, dtype: str) -> None:
+        self._options["dtype"] = dtype
+        for model in self.models:
+            model.settle_dtype(dtype)  # type: ignore[operator]
+
+    @override
+    def unload(self) -> None:
+        for model in self.models:
+            model.unload()  # type: ignore[operator]
 
     @abstractmethod
     def views(self, texts: Texts) -> list[list[Sequence[str]]]:
@@ -163,8 +197,8 @@ class JointCritic(TextCritic):
         seed: int = 0,
     ) -> None:
         super().__init__(critic_type)
-        options = _options(lora, freeze_backbone, max_length, dtype, gradient_checkpointing, seed)
-        self.models = nn.ModuleList([_ScalarModel(model, tokenizer=tokenizer, **options)])
+        self._options = _options(lora, freeze_backbone, max_length, dtype, gradient_checkpointing, seed)
+        self.models = nn.ModuleList([_ScalarModel(model, tokenizer=tokenizer, **self._options)])
 
     @override
     def bind(self, team: AgentTeam) -> Self:
@@ -186,7 +220,7 @@ class SeparateCritics(TextCritic):
         lora: See :class:`pbrl_lightning.models.scalar.ScalarModel`, as all that follow.
         freeze_backbone: Train the heads alone.
         max_length: Longest text.
-        dtype: Weights of loaded backbones.
+        dtype: Weights of loaded backbones; ``auto`` as in :class:`pbrl_lightning.agents.team.AgentTeam`.
         gradient_checkpointing: Recompute activations in the backward.
         seed: Seed of heads and adapters.
     """

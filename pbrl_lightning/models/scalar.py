@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from pbrl_lightning.acceleration.precision import AUTO, dtype_problem, resolve_auto
 from pbrl_lightning.agents.adapters import (
     LoraOptions,
     adapter_active,
@@ -31,13 +32,14 @@ from pbrl_lightning.agents.loading import (
     write_directory,
 )
 from pbrl_lightning.agents.packing import lay_out
+from pbrl_lightning.agents.products import scoring_products
 from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_prompt, without_end, without_starts
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.classifier import classifier_around, load_classifier, score_head
 from pbrl_lightning.models.head import ScalarHead, head_dtype
 from pbrl_lightning.sharding import all_adapter_parameters, assign, deepcopy_detached
-from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.errors import ConfigurationError, RunError
 
 TEAM = "team"
 """The ``model`` that stands for an adapter of its own on the team's frozen backbone."""
@@ -57,7 +59,7 @@ class ScalarModel(nn.Module):
         lora: Adapter options; None trains all weights. ``"team"`` needs one and takes the default.
         freeze_backbone: Train the head alone.
         max_length: Longer texts are cut on the left, counted and warned of once. Default: the model's context.
-        dtype: Weights of a loaded backbone.
+        dtype: Weights of a loaded backbone; ``auto`` as in :class:`pbrl_lightning.agents.team.AgentTeam`.
         gradient_checkpointing: Recompute activations in the backward.
         seed: Seed of the head and of a new adapter.
         index: Its place among several of its role: heads are drawn and adapters named by it.
@@ -88,12 +90,10 @@ class ScalarModel(nn.Module):
             (freeze_backbone and lora is not None, "`freeze_backbone` trains the head alone and takes no `lora`"),
             (max_length is not None and max_length < 2, f"`max_length` must be >= 2, got {max_length}"),
             (isinstance(model, nn.Module) and tokenizer is None, "`tokenizer` must be given with a loaded `model`"),
-            (
-                dtype not in ("float32", "bfloat16", "float16", "float64"),
-                f"`dtype` must be float32, bfloat16, float16 or float64, got {dtype!r}",
-            ),
         ]
         problems = [message for wrong, message in checks if wrong]
+        if (wrong_dtype := dtype_problem(dtype)) is not None:
+            problems.append(wrong_dtype)
         if problems:
             raise ConfigurationError(f"the {self.role} model's options: {'; '.join(problems)}")
         self.shared = shared
@@ -151,6 +151,21 @@ class ScalarModel(nn.Module):
         return self
 
     @property
+    def chooses_dtype(self) -> bool:
+        """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
+        return self.dtype == AUTO
+
+    def settle_dtype(self, dtype: str) -> None:
+        """Takes a type in the place of ``auto``, before the backbone is loaded."""
+        self.dtype = dtype
+
+    def unload(self) -> None:
+        """Gives up the weights, so that the next :meth:`load` reads them again; a given object is kept."""
+        if isinstance(self._model, nn.Module) or (self.shared and self._team and self._team[0].is_loaded):
+            return
+        self.classifier, self.head, self._initial = None, None, {}
+
+    @property
     def given_name(self) -> str | None:
         """The name of its model; None for a loaded one."""
         return self._model if isinstance(self._model, str) else None
@@ -196,6 +211,8 @@ class ScalarModel(nn.Module):
             classifier, weight = classifier_around(self._model)
             tokenizer = self._given_tokenizer
         else:
+            if self.chooses_dtype:
+                self.settle_dtype(resolve_auto("cpu"))  # where it is loaded
             source = resolve_source(str(self._model))
             classifier, weight = load_classifier(source, self.dtype)
             tokenizer = self._given_tokenizer or load_tokenizer_of(source)
@@ -362,14 +379,14 @@ class ScalarModel(nn.Module):
         """
         assert self.load().head is not None
         if self._replaced:
-            raise RuntimeError(
+            raise RunError(
                 f"another {self.role} model took this one's adapter on the team's backbone; save one before loading "
                 "the next, and name the saved directory"
             )
         decoder, mask = self._decoder, rows.attention_mask
         columns = torch.arange(mask.shape[1], device=mask.device)
         last = (mask * columns).argmax(1)
-        with self._active():
+        with self._active(), scoring_products(decoder):
             layout = lay_out(decoder, rows, None if self.gradient_checkpointing else columns == last[:, None])
             recomputing = layout.recomputing(decoder, lambda: (nullcontext(), self._active()))
             checkpointing = checkpointed_layers(decoder, recomputing) if self.gradient_checkpointing else nullcontext()

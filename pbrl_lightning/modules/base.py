@@ -21,13 +21,14 @@ from pbrl_lightning.checkpoints import make_durable
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.heap import keep_freed_memory
 from pbrl_lightning.modules.gradients import clip_gradients, total_norm
+from pbrl_lightning.modules.run_dtype import DtypeHolder, RunDtype
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.rounds import log_to, writes_logs
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.sharding import share_out
 from pbrl_lightning.timing import Stopwatch, spending
-from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.errors import CheckpointError, ConfigurationError, RunError, raise_together
 
 if TYPE_CHECKING:
     from pbrl_lightning.models.reward import JointRewardModel
@@ -41,7 +42,7 @@ def by_agent(name: str, values: Tensor) -> Metrics:
     return {f"{name}/agent_{agent}": value for agent, value in enumerate(values.unbind())}
 
 
-class LearnerModule(L.LightningModule):
+class LearnerModule(RunDtype):
     """Base of all modules: one AdamW with a named parameter group per agent, reward model and critic.
 
     A subclass gives the loss of a batch in :meth:`step`.
@@ -84,7 +85,7 @@ class LearnerModule(L.LightningModule):
             raise ConfigurationError(f"`weight_decay` must be >= 0, got {weight_decay}")
         self.weight_decay = weight_decay
         self.lr_scheduler = lr_scheduler
-        # Checkpoints hold what is trained and no frozen backbone; `on_load_checkpoint` checks that nothing lacks.
+        # Checkpoints hold no frozen backbone; `on_load_checkpoint` checks that no trained weight is missing.
         self.strict_loading = False
         self._batch_started = Stopwatch()
 
@@ -173,7 +174,9 @@ class LearnerModule(L.LightningModule):
     def configure_model(self) -> None:
         # After the data module's setup, so that a wrong configuration is reported before anything is loaded.
         make_durable(self.trainer)
+        self.settle_dtype()
         self.load()
+        self.warn_of_emulated_types()
         share_out(self)
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
@@ -258,6 +261,7 @@ class LearnerModule(L.LightningModule):
         frozen = {name for name, parameter in everything if id(parameter) not in trained}
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in frozen}
+        checkpoint["dtype"] = self.run_dtype
 
     def _trained(self) -> set[int]:
         """Identities of the parameters in the optimizer's groups."""
@@ -266,15 +270,20 @@ class LearnerModule(L.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         settle_epoch(checkpoint)
+        self.take_dtype(checkpoint.get("dtype"))
         self.load()
         moving = self._trained()
         trained = {name for name, parameter in self.named_parameters() if id(parameter) in moving}
         missing = sorted(trained - set(checkpoint["state_dict"]))
         if missing:
-            raise KeyError(f"the checkpoint lacks {len(missing)} trained weights, such as {missing[0]!r}")
+            raise CheckpointError(
+                f"{len(missing)} trained weights are missing from the checkpoint, such as {missing[0]!r}"
+            )
         unknown = sorted(set(checkpoint["state_dict"]) - set(self.state_dict()))
         if unknown:
-            raise KeyError(f"the checkpoint has {len(unknown)} weights that this run lacks, such as {unknown[0]!r}")
+            raise CheckpointError(
+                f"the checkpoint has {len(unknown)} weights that this run does not have, such as {unknown[0]!r}"
+            )
 
     @override
     def on_train_end(self) -> None:
@@ -362,6 +371,10 @@ class TeamModule(LearnerModule):
         self.team.load()
 
     @override
+    def dtype_holders(self) -> list[DtypeHolder]:
+        return [self.team]
+
+    @override
     def export(self, directory: Path) -> None:
         self.team.save(directory)
 
@@ -414,7 +427,7 @@ class TeamModule(LearnerModule):
         self._validation_rewards.clear()
         rewards = rewards[~rewards.isnan()]
         if not len(rewards):
-            raise RuntimeError("no joint response of the evaluation items got a score")
+            raise RunError("no joint response of the evaluation items got a score")
         error = rewards.std() / len(rewards) ** 0.5 if len(rewards) > 1 else torch.tensor(float("inf"))
         self.log("eval/turn_1/reward_mean", rewards.mean().float())
         self.log("eval/turn_1/expected_return", rewards.mean().float())

@@ -19,6 +19,7 @@ from pbrl_lightning.losses import bradley_terry_losses, require_finite
 from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import LearnerModule, Metrics
 from pbrl_lightning.modules.held_out import held_out_metrics, print_held_out
+from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError
 
@@ -86,6 +87,10 @@ class JointRewardModule(LearnerModule):
     @override
     def load(self) -> None:
         self.reward_model.bind(None).load().set_trained(True)
+
+    @override
+    def dtype_holders(self) -> list[DtypeHolder]:
+        return [self.reward_model]
 
     @override
     def export(self, directory: Path) -> None:

@@ -27,6 +27,7 @@ from pbrl_lightning.losses import KL_EXPONENT_LIMIT, k3_kl, policy_gradient_loss
 from pbrl_lightning.models.critic import AttachedCritics, Critic, JointCritic, SeparateCritics, TextCritic
 from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import Metrics, TeamModule, by_agent
+from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.rollouts import Rows
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
@@ -152,6 +153,16 @@ class MARLModule(TeamModule):
         if self.reference_kl is not None and not self._reference:
             self._reference = (ReferencePolicies(self.team, self.reference_kl.devices),)
             self._reference_used = False
+
+    @override
+    def dtype_holders(self) -> list[DtypeHolder]:
+        others = [model for model in (self.critic, self.reward_model) if model is not None]
+        return [self.team, *others]
+
+    @override
+    def unload(self) -> None:
+        super().unload()
+        self._reference = ()
 
     def begin_fit(self, resumed: bool) -> None:
         """Takes the reference anew where an earlier fit used it; a resumed run keeps the one it began with."""

@@ -21,6 +21,7 @@ from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import Metrics, TeamModule
 from pbrl_lightning.modules.joint_reward import JointRewardModule
 from pbrl_lightning.modules.marl import MARLModule
+from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
@@ -166,6 +167,15 @@ class MARLHFModule(TeamModule):
     def load(self) -> None:
         self.policy.load_policy_stage()
         self.reward_model.bind(self.team).load().set_trained(True)
+
+    @override
+    def dtype_holders(self) -> list[DtypeHolder]:
+        return [*self.policy.dtype_holders(), self.reward_model]
+
+    @override
+    def unload(self) -> None:
+        self.policy.unload()
+        self.reward_model.unload()
 
     @override
     def on_fit_start(self) -> None:

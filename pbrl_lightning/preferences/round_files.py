@@ -26,7 +26,7 @@ from pbrl_lightning.preferences._records import (
     pair_to_record,
 )
 from pbrl_lightning.preferences.pair_sources import read_pairs
-from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.errors import ConfigurationError, RunError, file_error
 
 __all__ = [
     "ForeignReplayError",
@@ -45,7 +45,7 @@ _ROUND_NAME = re.compile(r"iteration_\d+\.json")
 _CACHED_ROUNDS = 4
 
 
-class ForeignReplayError(RuntimeError):
+class ForeignReplayError(RunError):
     """The replay directory belongs to another run."""
 
 
@@ -150,7 +150,7 @@ class RoundStore:
                 raise PermissionError("no permission to write")
         except OSError as error:
             message = f"`replay_dir` must be a directory that can be written to, got {self.directory}: {error}"
-            raise type(error)(message) from error
+            raise file_error(error, message) from error
         if owner != run_id:
             raise ForeignReplayError(
                 f"`replay_dir` {self.directory} belongs to run {owner!r}, not to this run {run_id!r}; choose another "

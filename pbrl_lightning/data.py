@@ -22,7 +22,7 @@ from pbrl_lightning.pair_source import PairSource, held_out_split, warn_of_share
 from pbrl_lightning.preferences.collector import Collector
 from pbrl_lightning.preferences.fingerprint import fingerprint
 from pbrl_lightning.preferences.oracle import Oracle
-from pbrl_lightning.preferences.pair_sources import pair_sources, read_pairs
+from pbrl_lightning.preferences.pair_sources import pair_sources, read_sources
 from pbrl_lightning.preferences.pair_tokens import PairLoader, pairs_from_state, pairs_to_state
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.scoring import PreferenceJudge
@@ -212,7 +212,7 @@ class PreferenceDataModule(L.LightningDataModule):
             self.oracle.view = module.team.role_view
         for given, name in ((self.given_pairs, "pairs"), (self.given_eval_pairs, "eval_pairs")):
             if given is not None:
-                read_pairs(given, name=name)  # errors before any model is loaded
+                read_sources(given, name=name)  # errors before any model is loaded
         if isinstance(module, TeamModule):
             validate_items(self, module)
             if self.evaluator is None:
@@ -430,8 +430,8 @@ class PreferenceDataModule(L.LightningDataModule):
         return pairs, tokens
 
     def _read_pairs(self, name: Literal["pairs", "eval_pairs"]) -> list[PreferencePair]:
-        given = self.given_pairs if name == "pairs" else self.given_eval_pairs
-        return read_pairs(given, self._module.render_chat, name=name)
+        sources = self.given_pairs if name == "pairs" else self.given_eval_pairs
+        return read_sources(sources or [], self._module.render_chat, name=name)
 
     @property
     def _held_out_fraction(self) -> float:

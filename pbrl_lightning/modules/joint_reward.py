@@ -18,7 +18,7 @@ from pbrl_lightning.batches import PairBatch, PairTokens, PreferencePair
 from pbrl_lightning.losses import bradley_terry_losses, require_finite
 from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import LearnerModule, Metrics
-from pbrl_lightning.modules.held_out import held_out_metrics, print_held_out
+from pbrl_lightning.modules.held_out import held_out_metrics, log_and_reset, print_held_out
 from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError
@@ -161,10 +161,8 @@ class JointRewardModule(LearnerModule):
     @override
     def on_validation_epoch_end(self) -> None:
         """Logs loss, accuracy and margin over all held-out pairs, and the expected calibration error."""
-        self.log_dict({name: value.float() for name, value in self.held_out.compute().items()})
         self.log("reward/val_calibration_error", self.calibration.compute())
-        self.held_out.reset()
-        self.calibration.reset()
+        log_and_reset(self, self.held_out, self.calibration)
 
     @override
     def on_train_end(self) -> None:

@@ -244,25 +244,26 @@ def test_a_checkpoint_that_says_nothing_or_is_no_file_decides_nothing(tmp_path):
         assert dtype_of_checkpoint(tmp_path / name) is None
 
 
-def test_the_saved_config_says_the_type_and_a_resumed_one_that_of_the_checkpoint(cpu, tmp_path, monkeypatch, capfd):
+def test_the_saved_config_says_the_type_and_a_resumed_one_that_of_the_checkpoint(cpu, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     config, team = str(ROOT / "configs/debug/madpo_iter.yaml"), "--model.init_args.team.init_args"
     options = ["--config", config, f"{team}.dtype=auto", "--data.num_candidates=4", "--trainer.default_root_dir=."]
-    saved = [Path(f"lightning_logs/version_{number}/config.yaml") for number in range(2)]
     cpu(NATIVE)
     main(["fit", *options, "--model.init_args.num_iterations=1"])
-    assert "dtype auto: bfloat16, because the CPU multiplies it natively (avx512_bf16)" in capfd.readouterr().err
+    assert "dtype auto: bfloat16, because the CPU multiplies it natively (avx512_bf16)" in caplog.messages
     cpu(EMULATING)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         main(["fit", *options, "--model.init_args.num_iterations=2", "--ckpt_path=lightning_logs/version_0"])
-    assert "dtype auto: bfloat16, because the checkpoint says so" in capfd.readouterr().err
+    assert "dtype auto: bfloat16, because the checkpoint says so" in caplog.messages
+    saved = sorted(Path("lightning_logs").rglob("config*.yaml"))
+    assert len(saved) == 2
     for path in saved:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert document["model"]["init_args"]["team"]["init_args"]["dtype"] == "bfloat16"
     assert len([w for w in caught if re.search(WARNING.format("bfloat16"), str(w.message))]) == 1
     # Its exported agents answer in the precision that they were trained in.
-    main(["sample", "--run=lightning_logs/version_1", "--output=answers.jsonl"])
+    main(["sample", "--run=lightning_logs/version_0", "--output=answers.jsonl"])
     assert len(Path("answers.jsonl").read_text(encoding="utf-8").splitlines()) > 1
 
 

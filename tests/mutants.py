@@ -342,6 +342,20 @@ MUTANTS = [
         "            if level <= self.threshold:",
         "tests/test_levels.py",
     ),
+    Mutant(
+        "bfloat16 instructions count though oneDNN may not use them",
+        "acceleration/precision.py",
+        "if present and max_isa.upper() not in _ISA_WITHOUT[dtype]:",
+        "if present:",
+        "tests/test_precision.py",
+    ),
+    Mutant(
+        "emulated products are emulated while sampling too",
+        "agents/products.py",
+        'return torch.float32 if is_emulated(wanted, "cpu") else wanted',
+        "return wanted",
+        "tests/test_precision.py",
+    ),
 ]
 
 

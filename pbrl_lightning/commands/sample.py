@@ -75,7 +75,7 @@ def main(args: list[str]) -> None:
         place = args[given[-1] : given[-1] + (1 if "=" in args[given[-1]] else 2)]
         named = found.parse_args(place)
     made = parser(of_run(Path(named.run)) if named.run is not None else None)
-    options = made.instantiate_classes(made.parse_args(args))
+    options = made.instantiate(made.parse_args(args))
     problems = []
     if options["items"] is None:
         problems.append("`items` must be given (a file or the import path of a callable)")

@@ -141,8 +141,7 @@ class ClearErrors(ArgumentParser):
             return f"has a wrong value: {_without_values(leaf or message)}"
         known = subclasses_of(classes_in(allowed))
         name = leaf.removeprefix(_NO_PATH) if leaf.startswith(_NO_PATH) else ""
-        inside = not value or value.startswith(("NestedArg(", "Namespace(", "{"))
-        if name and inside and not nearest(name, known):
+        if name and value != name and not nearest(name, known):
             return f"has a class `{name}`, which must be given by its import path here, such as `pbrl_lightning.{name}`"
         if value.startswith("NestedArg("):
             option = _quoted(value, "'")

@@ -85,7 +85,7 @@ def main(args: list[str]) -> None:
         problems.append(f"`output` must not exist already (or `--overwrite true`), got {options.output}")
     raise_together(problems)
     items = load_items(options["items"], "items")
-    team = options.team.load()
+    team = options.team
     team.place([options.device or ("cuda" if torch.cuda.is_available() else "cpu")])
     how = {"num_candidates": options.num_candidates, "sampling": options.sampling, "seed": options.seed}
     lines = (line for line in answers(team, items, **how))

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from typing_extensions import override
 
+from pbrl_lightning.acceleration.precision import name_of
 from pbrl_lightning.agents.adapters import adapter_values, read_adapter
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
@@ -76,5 +77,5 @@ class HistoryComparator(Comparator):
                 yield team
         else:
             # In the actors' dtype: k = 1 must say what the current policy says.
-            dtype = str(next(team.parameters()).dtype).removeprefix("torch.")
+            dtype = name_of(next(team.parameters()).dtype)
             yield frozen_team(team, [str(path) for path in agents], self.devices, dtype=dtype)

@@ -181,7 +181,7 @@ def test_the_page_shows_each_curve_by_each_axis_and_runs_nothing(tmp_path):
     ]  # fmt: skip
     assert clean in "".join(shown.texts)
     first = text[text.index("<figure") : text.index("</figure>")]
-    assert {"#1f6fb4", "#d9822b"} <= set(re.findall(r"stroke: (#\w{6})", first))  # both runs in one picture
+    assert {"#1f6fb4", "#d9822b"} <= set(re.findall(r"#\w{6}", first))  # both runs in one picture
     # Without times and counts there is one axis.
     alone = page([RunRecord("a", tmp_path, {"x": Series([0, 1], [0.0, 1.0])}, {}, [])])
     assert 'id="time"' not in alone

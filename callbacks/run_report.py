@@ -49,7 +49,7 @@ class RunReport(RoundCallback):
     def _begin(self) -> None:
         self._curves = CurveLogger()
         self._rounds: list[dict[str, Any]] = []  # the first and the last one
-        self._started = datetime.now().astimezone().isoformat(" ", "minutes")
+        self._started = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
         self._clock = time.monotonic()
 
     @property

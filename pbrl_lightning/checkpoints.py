@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -49,8 +50,23 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 def make_durable(trainer: L.Trainer) -> None:
     """Gives a trainer durable checkpoint files, unless its checkpoints are written in a way of their own."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+    outer = trainer.strategy.checkpoint_io
+    if type(outer) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
+    elif isinstance(outer, AsyncCheckpointIO) and type(outer.checkpoint_io) is TorchCheckpointIO:
+        outer.checkpoint_io = DurableCheckpointIO()
+
+
+@contextmanager
+def saved_at_once(trainer: L.Trainer) -> Iterator[None]:
+    """Checkpoints saved inside are on disk when they are saved, also under an ``AsyncCheckpointIO``."""
+    outer = trainer.strategy.checkpoint_io
+    if isinstance(outer, AsyncCheckpointIO) and outer.checkpoint_io is not None:
+        trainer.strategy.checkpoint_io = outer.checkpoint_io
+    try:
+        yield
+    finally:
+        trainer.strategy.checkpoint_io = outer
 
 
 def checkpoint_directory(trainer: L.Trainer) -> Path | None:

@@ -94,8 +94,8 @@ def reward_figure(distribution: Mapping[str, Any]) -> Figure:
     Args:
         distribution: Of :func:`pbrl_lightning.distributions.reward_distribution`; the values themselves are not needed.
     """
-    figure = _figure(4.4, 4.6, 0.13, 0.1, 0.97, 0.86)
-    figure.subplots_adjust(hspace=0.62)
+    figure = _figure(4.4, 4.9, 0.13, 0.1, 0.97, 0.87)
+    figure.subplots_adjust(hspace=0.85)
     panels = figure.subplots(2, 1, sharex=True)
     groups = (("candidates", "all candidates"), ("selected_pairs", "in selected pairs"))
     for axes, (group, name) in zip(panels, groups, strict=True):

@@ -147,7 +147,7 @@ def _options(run: RunSummary) -> str:
     """The options that matter, then all of them folded."""
     groups = []
     for heading, options in run.options:
-        rows = "".join(f"<dt>{_text(name)}</dt><dd>{_markdown(value)}</dd>" for name, value in options)
+        rows = "".join(f"<dt>{_markdown(name)}</dt><dd>{_markdown(value)}</dd>" for name, value in options)
         groups.append(f"<div><h3>{_text(heading)}</h3><dl>{rows}</dl></div>" if rows else "")
     folded = _folded("what was set, as a configuration", run.changed) + _folded("all options", run.configuration)
     return (f'<div class="options">{"".join(groups)}</div>' if any(groups) else "") + folded
@@ -160,7 +160,13 @@ def _folded(summary: str, text: str) -> str:
 def _curves(curves: Mapping[str, Curve]) -> str:
     """Single numbers as tiles, the rest as figures, and how to read them."""
     panels = filled_panels(curves)
-    numbers = [tile for panel, lines in panels if single(lines) for tile in _number_tiles(panel, lines)]
+    numbers = [
+        tile
+        for panel, lines in panels
+        # The seconds of a single round are those of the run, which stand further up.
+        if single(lines) and not all(name.startswith("time/") for name in panel.names)
+        for tile in _number_tiles(panel, lines)
+    ]
     drawn = [(panel, lines) for panel, lines in panels if not single(lines)]
     return _tiles(numbers) + _caption(drawn) + draw_panels(drawn)
 

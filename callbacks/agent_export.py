@@ -14,6 +14,7 @@ from pbrl_lightning.callbacks.run_report import RunReport
 from pbrl_lightning.cards.facts import RunResults
 from pbrl_lightning.cards.hub import check_hub_id, push_to_hub
 from pbrl_lightning.cards.writing import write_cards
+from pbrl_lightning.run_directory import run_directory
 from pbrl_lightning.sharding import gathered
 from pbrl_lightning.utils.errors import raise_together
 
@@ -28,7 +29,7 @@ class AgentExport(L.Callback):
     token is that of ``hf auth login`` or of HF_TOKEN in the environment, and is kept nowhere else.
 
     Args:
-        dirpath: Where to; default ``export`` in the run's log directory.
+        dirpath: Where to; default ``export`` in the run's directory.
         model_cards: False leaves the cards out.
         license: What the cards state, by the hub's name of it, such as ``apache-2.0``; None states none.
         hub_id: Uploads to ``HUB_ID-agent_0``, ``HUB_ID-agent_1`` and so on, and ``HUB_ID-reward_model``.
@@ -87,7 +88,7 @@ class AgentExport(L.Callback):
 
     def export(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Path:
         """Writes the agents now and returns the directory; to be called by every process, of which the first writes."""
-        target = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "export")
+        target = Path(self.dirpath or run_directory(trainer) / "export")
         with gathered(pl_module):
             if trainer.is_global_zero:
                 pl_module.export(target)  # type: ignore[operator]

@@ -22,7 +22,7 @@ import pbrl_lightning.callbacks
 from pbrl_lightning.acceleration.precision import AUTO
 from pbrl_lightning.checkpoints import dtype_of_checkpoint, newest_checkpoint
 from pbrl_lightning.collecting import PreferenceTrainer
-from pbrl_lightning.commands import completion, expected, help_texts, migrate, sample
+from pbrl_lightning.commands import compare, completion, expected, help_texts, migrate, sample
 from pbrl_lightning.commands.formatting import HelpFormatter
 from pbrl_lightning.commands.instantiation import Instantiation
 from pbrl_lightning.commands.parsing import CommandParser
@@ -31,6 +31,7 @@ from pbrl_lightning.data import PreferenceDataModule
 from pbrl_lightning.modules.base import LearnerModule
 from pbrl_lightning.modules.run_dtype import RunDtype
 from pbrl_lightning.preferences.replay import ReplayBuffer
+from pbrl_lightning.run_directory import continue_from, run_directory
 from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
 from pbrl_lightning.utils.nearest import hint
 
@@ -66,14 +67,17 @@ class ConfigSaver(SaveConfigCallback):
         if stage != "fit":
             collecting = getattr(trainer, "collecting", False)
             self.config_filename = "config_collect.yaml" if collecting else "config_validate.yaml"
-        path = Path(trainer.log_dir or trainer.default_root_dir) / self.config_filename
-        if trainer.is_global_zero and not self.already_saved and path.exists():
-            names = (path.with_stem(f"{path.stem}_{number}") for number in range(1, sys.maxsize))
-            path.rename(next(name for name in names if not name.exists()))
         if isinstance(pl_module, RunDtype):
             pl_module.settle_dtype()
             self.config = _with_dtype(self.config, pl_module.auto_dtype)
-        super().setup(trainer, pl_module, stage)
+        path = run_directory(trainer) / self.config_filename
+        if trainer.is_global_zero and not self.already_saved:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                names = (path.with_stem(f"{path.stem}_{number}") for number in range(1, sys.maxsize))
+                path.rename(next(name for name in names if not name.exists()))
+            self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=self.multifile)
+        self.already_saved = True
 
 
 def _with_dtype(config: Namespace, dtype: str | None) -> Namespace:
@@ -177,13 +181,15 @@ class PreferenceCLI(LightningCLI):
         return {name: LightningCLI.subcommands()[name] for name in kept} | {"collect": {"model", "datamodule"}}
 
     def before_fit(self) -> None:
-        """Takes the newest whole checkpoint where ``--ckpt_path`` is a directory of a run."""
+        """Takes the newest checkpoint where ``--ckpt_path`` is a run's directory, and resumes in that directory."""
         options = self.config_init["fit"]
         path = options.get("ckpt_path")
         # A sharded checkpoint is a directory too, and says so.
         if path is not None and Path(path).is_dir() and not (Path(path) / ".metadata").exists():
-            options["ckpt_path"] = str(newest_checkpoint(path))
-        self._take_dtype(options.get("ckpt_path"))
+            options["ckpt_path"] = path = str(newest_checkpoint(path))
+        if path is not None:
+            continue_from(self.trainer, path)
+        self._take_dtype(path)
 
     def before_validate(self) -> None:
         """Takes the precision of the checkpoint."""
@@ -234,10 +240,15 @@ def _completion(parser: CommandParser, shell: completion.Shell) -> str:
 COMMANDS: dict[str, tuple[Callable[[], ArgumentParser], str]] = {
     "sample": (sample.parser, sample.HELP),
     "migrate": (migrate.parser, migrate.HELP),
+    "compare": (compare.parser, compare.HELP),
     "completion": (completion.parser, completion.HELP),
 }
 """What runs no Trainer: its options, and its line in the help."""
-_RUN: dict[str, Callable[[list[str]], None]] = {"sample": sample.main, "migrate": migrate.main}
+_RUN: dict[str, Callable[[list[str]], None]] = {
+    "sample": sample.main,
+    "migrate": migrate.main,
+    "compare": compare.main,
+}
 
 
 def main(args: list[str] | None = None) -> None:

@@ -24,7 +24,8 @@ from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.round_files import RoundStore, owned_by
 from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
 from pbrl_lightning.randomness import counted_generator, counted_permutation
-from pbrl_lightning.rounds import RoundRecord, notify
+from pbrl_lightning.rounds import RoundRecord, collection_details, notify
+from pbrl_lightning.run_directory import run_directory
 from pbrl_lightning.sharding import gathered
 from pbrl_lightning.utils.errors import RunError
 
@@ -36,7 +37,7 @@ class PairSource:
 
     Args:
         replay: Which stored pairs a round trains on.
-        replay_dir: Where round files go; None for ``replay`` in the run's log directory.
+        replay_dir: Where round files go; None for ``replay`` in the run's directory.
 
     Attributes:
         records: What happened, one per round.
@@ -89,6 +90,7 @@ class PairSource:
             first_step=trainer.global_step,
             seconds=seconds,
             tokens_per_second=collected.num_tokens / max(seconds, 1e-9),
+            details=collection_details(collected),
         )
         # A collection that was stopped before its round had begun is not counted twice.
         self.records = [known for known in self.records if known.round < round_number] + [record]
@@ -191,7 +193,12 @@ class PairSource:
         # A checkpoint may come from elsewhere: what it names is written to only if it is this run's own.
         if self._replay_dir is None and restored is not None and owned_by(directory, restored["run_id"]):
             return directory
-        return self._replay_dir or Path(trainer.log_dir or trainer.default_root_dir) / "replay"
+        return self._replay_dir or run_directory(trainer) / "replay"
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the round files are; None before there are any."""
+        return self._store.directory if self._store is not None else None
 
     def state_dict(self) -> dict[str, Any]:
         """Records, and the index of the round files."""

@@ -23,6 +23,7 @@ from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.head import ScalarHead, head_dtype
 from pbrl_lightning.models.scalar import ScalarModel
 from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.options import record_options
 
 Texts = Sequence[Sequence[str]]
 Row = tuple[list[int], list[int]]
@@ -41,12 +42,6 @@ class Critic(nn.Module):
 
     value_clip_range: float | None = None
 
-    dtype = "float32"
-    """Of the weights that it loads itself."""
-
-    chooses_dtype = False
-    """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
-
     def __init__(self, critic_type: CriticType = "v") -> None:
         super().__init__()
         if critic_type not in get_args(CriticType):
@@ -60,6 +55,16 @@ class Critic(nn.Module):
     @abstractmethod
     def load(self, team: AgentTeam) -> Self:
         """Brings the weights into memory; does nothing the second time."""
+
+    @property
+    def dtype(self) -> str:
+        """The type of the weights that it loads itself."""
+        return "float32"
+
+    @property
+    def chooses_dtype(self) -> bool:
+        """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
+        return self.dtype == AUTO
 
     def settle_dtype(self, dtype: str) -> None:
         """Takes a type in the place of ``auto``."""
@@ -100,16 +105,12 @@ class TextCritic(Critic):
     """Base of the critics with models of their own, which read texts with their own tokenizers."""
 
     models: nn.ModuleList
+    _options: dict[str, Any]
 
     @property
-    def dtype(self) -> str:  # type: ignore[override]
-        """Of the weights that it loads itself."""
-        return self._options["dtype"]
-
-    @property
-    def chooses_dtype(self) -> bool:  # type: ignore[override]
-        """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
-        return self._options["dtype"] == AUTO
+    @override
+    def dtype(self) -> str:
+        return str(self._options["dtype"])
 
     @override
     def settle_dtype(self, dtype: str) -> None:
@@ -196,6 +197,7 @@ class JointCritic(TextCritic):
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
+        record_options(self, locals())
         super().__init__(critic_type)
         self._options = _options(lora, freeze_backbone, max_length, dtype, gradient_checkpointing, seed)
         self.models = nn.ModuleList([_ScalarModel(model, tokenizer=tokenizer, **self._options)])
@@ -238,6 +240,7 @@ class SeparateCritics(TextCritic):
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
+        record_options(self, locals())
         super().__init__(critic_type)
         self._sources, self._tokenizers = models, tokenizers
         self._options = _options(lora, freeze_backbone, max_length, dtype, gradient_checkpointing, seed)

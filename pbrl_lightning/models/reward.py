@@ -23,7 +23,11 @@ TOKEN_BUDGET = 16384
 
 
 class JointRewardModel(ScalarModel):
-    """Reads all prompts and all responses of a team as one text, prompts first; see :class:`ScalarModel`."""
+    """Reads all prompts and all responses of a team as one text, prompts first; see :class:`ScalarModel`.
+
+    Prompts and responses are tokenized separately: a tokenizer that gets the whole text as one string may give other
+    tokens at the boundary, and the score is another.
+    """
 
     @override
     def load(self) -> Self:

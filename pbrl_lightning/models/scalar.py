@@ -41,6 +41,7 @@ from pbrl_lightning.models.head import ClassifierHead, ScalarHead, head_dtype
 from pbrl_lightning.models.text_end import KEY as TEXT_END_KEY
 from pbrl_lightning.sharding import all_adapter_parameters, assign, deepcopy_detached
 from pbrl_lightning.utils.errors import ConfigurationError, RunError
+from pbrl_lightning.utils.options import record_options
 
 TEAM = "team"
 """The ``model`` that stands for an adapter of its own on the team's frozen backbone."""
@@ -52,6 +53,9 @@ class ScalarModel(nn.Module):
     The backbone is one of its own, or, with ``model="team"``, the frozen backbone of a LoRA team with one more adapter
     on it. The head has no bias and is float32 at least, like the adapter: in bfloat16 a small learning rate would not
     move them. It is always in eval mode: dropout would make scores random.
+
+    Prompts and responses are tokenized separately and their ids are joined. The text as one string can have other tokens
+    at the boundary and therefore another score (:meth:`joint_tokens`).
 
     Args:
         model: A name (:func:`pbrl_lightning.agents.loading.resolve_source`; also what TRL's reward trainer saved), a
@@ -89,6 +93,7 @@ class ScalarModel(nn.Module):
         seed: int = 0,
         index: int = 0,
     ) -> None:
+        record_options(self, locals())
         super().__init__()
         shared = isinstance(model, str) and model == TEAM
         checks = [

@@ -46,6 +46,7 @@ class JointRewardModule(LearnerModule):
     pair_margins_name = "reward/margins"
     val_margins_name = "reward/val_margins"
     measures_pairs = True
+    held_out_names = ("reward/val_loss", "reward/val_accuracy", "reward/val_margin", "reward/val_calibration_error")
     val_fraction = 0.1
 
     def __init__(
@@ -68,6 +69,11 @@ class JointRewardModule(LearnerModule):
         self.held_out = held_out_metrics("reward/val_", "accuracy")
         self.calibration = BinaryCalibrationError(n_bins=10)
 
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        return ["reward/loss", "reward/accuracy", "reward/margin"]
+
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         if iterative:
@@ -87,6 +93,11 @@ class JointRewardModule(LearnerModule):
     @override
     def load(self) -> None:
         self.reward_model.bind(None).load().set_trained(True)
+
+    @override
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        super().restore(checkpoint)
+        self.reward_model.fitted = checkpoint["global_step"] > 0
 
     @override
     def dtype_holders(self) -> list[DtypeHolder]:

@@ -71,6 +71,14 @@ class MADPOModule(TeamModule):
         self._measured = False
 
     measures_pairs = True
+    held_out_names = ("val/loss", "val/preference_accuracy", "val/margin")
+
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        sides = [f"train/{name}/{side}" for name in ("logps", "response_length") for side in ("chosen", "rejected")]
+        rewards = ["turn_1/reward_mean", "turn_1/expected_return"]
+        return ["train/loss", "train/margin", "train/preference_accuracy", *sides, *rewards]
 
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:

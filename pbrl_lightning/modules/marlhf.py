@@ -24,6 +24,7 @@ from pbrl_lightning.modules.marl import MARLModule
 from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.options import record_options
 
 
 class MARLHFModule(TeamModule):
@@ -77,6 +78,7 @@ class MARLHFModule(TeamModule):
         weight_decay: float = 0.01,
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
+        record_options(self, locals())
         super().__init__(
             team,
             num_iterations=num_iterations,
@@ -135,6 +137,11 @@ class MARLHFModule(TeamModule):
     @override
     def policy_updates(self) -> int:
         return self._policy_updates
+
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        return [*self.reward.step_metrics, *self.policy.step_metrics]
 
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
@@ -229,6 +236,11 @@ class MARLHFModule(TeamModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         del optimizer
         self._policy_updates += self._in_policy_phase
+
+    @override
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        super().restore(checkpoint)
+        self.reward_model.fitted = checkpoint["global_step"] > 0
 
     @override
     def export(self, directory: Path) -> None:

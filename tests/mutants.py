@@ -310,8 +310,8 @@ MUTANTS = [
     Mutant(
         "a card that fails ends the run",
         "callbacks/agent_export.py",
-        "except Exception as error:",
-        "except OSError as error:",
+        'except Exception as error:\n            rank_zero_warn(f"what',
+        'except OSError as error:\n            rank_zero_warn(f"what',
         "tests/test_model_cards.py",
     ),
     Mutant(

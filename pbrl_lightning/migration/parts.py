@@ -115,9 +115,9 @@ class ConfigParts:
         return self.others.get(("agents", "")) or [self.others["agent_model", "name"]]
 
     def _team(self) -> None:
-        team, models = self.config["team"], self.models
-        team["models"] = models if len(models) > 1 else models[0]
-        team.setdefault("num_agents", 2)
+        models = self.models
+        source = models if len(models) > 1 else models[0]
+        team = self.config["team"] = {"models": source, "num_agents": 2, **self.config["team"]}
         if team.get("collaboration") == "decentralized":
             del team["collaboration"]
 

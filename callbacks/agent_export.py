@@ -13,6 +13,7 @@ from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
 from pbrl_lightning.callbacks.run_report import RunReport
 from pbrl_lightning.cards.facts import RunResults
 from pbrl_lightning.cards.writing import write_cards
+from pbrl_lightning.run_directory import run_directory
 from pbrl_lightning.sharding import gathered
 
 
@@ -23,7 +24,7 @@ class AgentExport(L.Callback):
     how to load it. It holds no task item, no key, no address and no path of this machine.
 
     Args:
-        dirpath: Where to; default ``export`` in the run's log directory.
+        dirpath: Where to; default ``export`` in the run's directory.
         model_cards: False leaves the cards out.
     """
 
@@ -39,7 +40,7 @@ class AgentExport(L.Callback):
 
     def export(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Path:
         """Writes the agents now and returns the directory; to be called by every process, of which the first writes."""
-        target = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "export")
+        target = Path(self.dirpath or run_directory(trainer) / "export")
         with gathered(pl_module):
             if trainer.is_global_zero:
                 pl_module.export(target)  # type: ignore[operator]

@@ -41,11 +41,9 @@ class CollectionProgress(RoundCallback):
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         records = trainer.datamodule.rounds  # type: ignore[attr-defined]
-        directory = trainer.log_dir  # asked for by every process: the first one tells the others
         if trainer.is_global_zero and records:
             evaluations = [c.results for c in trainer.callbacks if isinstance(c, JointEvaluation)]  # type: ignore[attr-defined]
             rank_zero_info("\n" + rounds_table(records, evaluations[0] if evaluations else []))
-            rank_zero_info(f"logs and round files: {directory}  (tensorboard --logdir {directory})")
 
 
 def round_rows(records: list[RoundRecord], evaluations: list[tuple[int, float]]) -> list[tuple[str, ...]]:

@@ -67,3 +67,22 @@ def take_seconds() -> dict[Activity, float]:
     taken = dict(_seconds)
     _seconds.update(dict.fromkeys(ACTIVITIES, 0.0))
     return taken
+
+
+def pending_seconds() -> dict[Activity, float]:
+    """Seconds of each activity since the last call of :func:`take_seconds`, which takes them still."""
+    _account()
+    return dict(_seconds)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them.
+
+    Example:
+        >>> duration(3.21), duration(125), duration(7380)
+        ('3.2 s', '2 min 5 s', '2 h 3 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

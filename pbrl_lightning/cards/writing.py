@@ -22,6 +22,7 @@ from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.modules.joint_reward import JointRewardModule
 from pbrl_lightning.modules.marlhf import MARLHFModule
 from pbrl_lightning.report import learning_panels
+from pbrl_lightning.utils.errors import OptionTypeError
 
 if TYPE_CHECKING:
     from pbrl_lightning.agents.team import AgentTeam
@@ -55,7 +56,7 @@ def write_cards(trainer: L.Trainer, module: LearnerModule, results: RunResults, 
 
     data = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, PreferenceDataModule):
-        raise TypeError("the trainer has no PreferenceDataModule to tell of")
+        raise OptionTypeError("a model card needs a trainer with a PreferenceDataModule")
     panels = learning_panels(results.curves)
     image = png(curves_figure(panels)) if panels else None
     run = _Run(trainer, module, data, results, image is not None)
@@ -164,7 +165,7 @@ def _reward_card(run: _Run, model: JointRewardModel) -> str:
     held_out = listed(facts.held_out(run.results)) if isinstance(run.module, JointRewardModule) else ""
     sections = [
         *_run_sections(run, [("The model", made), ("Held-out pairs", held_out)]),
-        ("How to load it", f"```python\n{reward_code(num_agents)}\n```"),
+        ("How to load it", f"```python\n{reward_code(num_agents, *model.closing_ids)}\n```"),
         ("Limits", f"- It knows the answers of the team that its pairs are of.{limit}\n{_limits(run)}"),
     ]
     return render(head, "Reward model of a team", opening, sections)

@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from pbrl_lightning.commands.parsing import ClearErrors
 from pbrl_lightning.migration.convert import REQUIRED, Migration, MigrationError, migrate
 from pbrl_lightning.migration.names import names_table
 from pbrl_lightning.migration.reading import Left
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+from pbrl_lightning.utils.errors import ConfigurationError, ExistingFileError, MissingFileError
 
 HELP = "Convert a CoMLRL configuration."
 _SECRET = re.compile(r"(key|token|secret|password|auth|authorization|credentials?)$", re.IGNORECASE)
@@ -21,7 +22,7 @@ _SECRET = re.compile(r"(key|token|secret|password|auth|authorization|credentials
 
 def parser() -> ArgumentParser:
     """The command's options."""
-    made = ArgumentParser(
+    made = ClearErrors(
         prog="pbrl migrate",
         description=f"{HELP} Options without a counterpart are listed. All problems are reported at once.",
         epilog="pbrl migrate their_config.yaml --items items.jsonl --reward_func my_rewards:score --output mine.yaml",
@@ -53,7 +54,7 @@ def main(args: list[str]) -> None:
     if options.source is None:
         raise ConfigurationError("`source` must name a CoMLRL configuration (or give `--names`)")
     if options.output is not None and Path(options.output).exists():
-        raise FileExistsError(f"`output` must not exist already, got {options.output}")
+        raise ExistingFileError(f"`output` must not exist already, got {options.output}")
     formatters = options.formatters
     if formatters is not None and len(formatters) == 1:
         formatters = formatters[0]

@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TaskItem
+from pbrl_lightning.commands.parsing import ClearErrors
 from pbrl_lightning.data_items import load_items
 from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, raise_together
@@ -30,8 +31,9 @@ def parser(defaults: dict[str, Any] | None = None) -> ArgumentParser:
     Args:
         defaults: Values in the place of the options' own defaults.
     """
-    made = ArgumentParser(
+    made = ClearErrors(
         prog="pbrl sample",
+        usage="pbrl sample (--run DIRECTORY | --team.models MODELS --items ITEMS) [options]",
         description=f"{HELP} A line is one joint response: item_index, candidate, item, prompts, completions …",
         epilog="pbrl sample --run runs/madpo/lightning_logs/version_0 --items my_items.jsonl --output answers.jsonl",
     )
@@ -66,7 +68,7 @@ def main(args: list[str]) -> None:
         MissingFileError: If a file that is named does not exist.
     """
     named = Namespace(run=None)
-    found = ArgumentParser(add_help=False, exit_on_error=False)
+    found = ClearErrors(add_help=False, exit_on_error=False)
     found.add_argument("--run", type=str | None)
     given = [index for index, argument in enumerate(args) if argument.partition("=")[0] == "--run"]
     if given:
@@ -83,7 +85,7 @@ def main(args: list[str]) -> None:
         problems.append(f"`output` must not exist already (or `--overwrite true`), got {options.output}")
     raise_together(problems)
     items = load_items(options["items"], "items")
-    team = options.team.load()
+    team = options.team
     team.place([options.device or ("cuda" if torch.cuda.is_available() else "cpu")])
     how = {"num_candidates": options.num_candidates, "sampling": options.sampling, "seed": options.seed}
     lines = (line for line in answers(team, items, **how))

@@ -1,0 +1,139 @@
+"""Which curves of a run are drawn together, and what they are called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pbrl_lightning.curves import Curve, agent_names, error_name
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that are drawn together.
+
+    Attributes:
+        title: Above them.
+        names: What is logged, and what the legend calls it.
+        unit: Of the values.
+        learning: False if it says how the run went, and nothing of what was learned.
+    """
+
+    title: str
+    names: dict[str, str]
+    unit: str = ""
+    learning: bool = True
+
+
+Panels = list[tuple[Panel, dict[str, Curve]]]
+"""Panels with their curves by what the legend calls them."""
+
+_SIDES: Final = {"collect/reward_mean": "current agents", "collect/comparator_reward_mean": "comparator"}
+_FITTED: Final = ("training pairs", "held-out pairs")
+_ACTIVITIES: Final = ("sampling", "scoring", "tokenising", "training", "evaluating", "saving", "other")
+
+PANELS: Final = (
+    Panel("Evaluation: mean task reward", {"eval/turn_1/reward_mean": "evaluation items"}),
+    Panel("Collection: mean score of a round", _SIDES),
+    Panel(
+        "Win rate against the comparator",
+        {"collect/win_rate": "wins + ties / 2", "collect/tie_rate": "ties"},
+        "share of comparisons",
+    ),
+    Panel("Response length in evaluation", {"eval/response_length": "mean"}, "tokens"),
+    Panel("Response length in collection", {"collect/response_length": "mean"}, "tokens"),
+    Panel("Reward of what is trained on", {"turn_1/reward_mean": "training"}),
+    Panel("MADPO loss", {"train/loss": "loss"}, "nats"),
+    Panel("Joint margin of the pairs", {"train/margin": "margin"}, "nats"),
+    Panel("Pairs with a positive margin", {"train/preference_accuracy": "share"}, "share"),
+    Panel("Reward model: loss", {"reward/loss": _FITTED[0], "reward/val_loss": _FITTED[1]}, "nats"),
+    Panel("Reward model: accuracy", {"reward/accuracy": _FITTED[0], "reward/val_accuracy": _FITTED[1]}, "share"),
+    Panel("Reward model: margin", {"reward/margin": _FITTED[0], "reward/val_margin": _FITTED[1]}),
+    Panel("Reward model: calibration error", {"reward/val_calibration_error": _FITTED[1]}),
+    Panel("Policy loss", {"policy/loss": "loss"}),
+    Panel("Log-probability of a response", {"policy/logp": "mean"}, "nats"),
+    Panel("KL against the reference", {"policy/kl": "mean of a response"}, "nats"),
+    Panel("Critics' loss", {"value/loss": "loss"}),
+    Panel(
+        "Pairs of a round",
+        {"iter/current_preference_pairs": "collected", "iter/train_preference_pairs": "trained on"},
+        learning=False,
+    ),
+    Panel(
+        "Tokens per second",
+        {
+            "collect/tokens_per_second": "collection",
+            "rollout/tokens_per_second": "rollouts",
+            "train/tokens_per_second": "training",
+        },
+        learning=False,
+    ),
+    Panel("Time of a round", {f"time/{name}": name for name in _ACTIVITIES}, "seconds", learning=False),
+)
+_NOT_DRAWN: Final = {
+    "epoch",
+    "env_step",
+    "eval/n",
+    "eval/turn_1/expected_return",
+    "turn_1/expected_return",
+    "iter/current_iteration",
+    "iter/total_preference_pairs",
+    "collect/seconds",
+    "time/round",
+    "rollout/scored_responses",
+}
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def clean(text: str) -> str:
+    """Replaces characters that no page and no figure may hold."""
+    return _CONTROL.sub("\ufffd", text)
+
+
+def filled_panels(curves: Mapping[str, Curve]) -> Panels:
+    """The panels that have something to draw, in order; a mean has its standard error with it."""
+    return [(panel, lines) for panel in _all_panels(curves) if (lines := _lines(panel, curves))]
+
+
+def learning_panels(curves: Mapping[str, Curve]) -> Panels:
+    """Panels that show how well was learned, by more than one point."""
+    return [(panel, lines) for panel, lines in filled_panels(curves) if panel.learning and not single(lines)]
+
+
+def single(lines: Mapping[str, Curve]) -> bool:
+    """True if there is one point of each, which is a number and no curve."""
+    return all(len(curve) == 1 for curve in lines.values())
+
+
+def is_drawn(name: str) -> bool:
+    """True if a panel shows what is logged under a name, or it is left out on purpose."""
+    drawn = {name for panel in PANELS for name in panel.names} | _NOT_DRAWN
+    return name in drawn or name.endswith("_standard_error") or bool(agent_names([name]))
+
+
+def _all_panels(curves: Mapping[str, Curve]) -> Iterator[Panel]:
+    """The fixed panels, each followed by the one of its agents; then agents of other quantities, then own metrics."""
+    agents = agent_names(curves)
+    for panel in PANELS:
+        yield panel
+        for quantity in [name for name in panel.names if name in agents]:
+            yield _agents_panel(f"{panel.title}, by agent", agents.pop(quantity), panel.unit)
+    for quantity, names in agents.items():
+        yield _agents_panel(f"{clean(quantity)}, by agent", names)
+    for name in sorted(curves):
+        if name.startswith("eval/") and not is_drawn(name):
+            yield Panel(clean(name), {name: clean(name)})
+
+
+def _agents_panel(title: str, names: Mapping[int, str], unit: str = "") -> Panel:
+    return Panel(title, {name: f"agent {agent}" for agent, name in names.items()}, unit)
+
+
+def _lines(panel: Panel, curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    return {
+        label: replace(curves[name], error=curves.get(error_name(name)))
+        for name, label in panel.names.items()
+        if name in curves and len(curves[name])
+    }

@@ -342,6 +342,13 @@ MUTANTS = [
         "            if level <= self.threshold:",
         "tests/test_levels.py",
     ),
+    Mutant(
+        "CoMLRL's responses taken for task items",
+        "migration/parts.py",
+        "items = rollout_items(rollout, generations)",
+        "items = rollout",
+        "tests/test_migrate_peer.py",
+    ),
 ]
 
 

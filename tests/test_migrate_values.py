@@ -81,7 +81,7 @@ def test_the_models_own_files_say_top_k_and_type(tmp_path):
     done = migrate(document)
     assert "dtype" not in done.config["model"]["init_args"]["team"]["init_args"]
     assert done.config["data"]["sampling"]["top_k"] == 50
-    assert any("could not be read here; check `model.team.dtype`" in remark for remark in done.remarks)
+    assert any("could not be read here: check `model.team.dtype`" in remark for remark in done.remarks)
 
 
 @pytest.mark.parametrize(

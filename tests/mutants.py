@@ -356,6 +356,13 @@ MUTANTS = [
         "return wanted",
         "tests/test_precision.py",
     ),
+    Mutant(
+        "CoMLRL's responses taken for task items",
+        "migration/parts.py",
+        "items = rollout_items(rollout, generations)",
+        "items = rollout",
+        "tests/test_migrate_peer.py",
+    ),
 ]
 
 

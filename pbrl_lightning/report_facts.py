@@ -14,9 +14,10 @@ from pbrl_lightning.cards import facts
 from pbrl_lightning.cards.names import ModelName, model_name
 from pbrl_lightning.cards.page import Facts
 from pbrl_lightning.curves import Curve
+from pbrl_lightning.hyperparameters import run_options
 from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
-from pbrl_lightning.timing import ACTIVITIES
+from pbrl_lightning.timing import ACTIVITIES, Activity
 
 if TYPE_CHECKING:
     from pbrl_lightning.data import PreferenceDataModule
@@ -83,13 +84,13 @@ def options(
 
 
 def configuration(trainer: L.Trainer) -> tuple[str, str]:
-    """What was set, and all options, both as YAML; empty for a run that was not started from the command line.
+    """What was set and all options, both as YAML; what was set is only known of runs from the command line.
 
-    Keys of APIs are refused in configurations, so there are none in it.
+    Configurations refuse keys of APIs, and those of objects in memory are masked.
     """
     saver = next((c for c in trainer.callbacks if isinstance(c, SaveConfigCallback)), None)  # type: ignore[attr-defined]
     if saver is None:
-        return "", ""
+        return "", _yaml(run_options(trainer, trainer.lightning_module))
     changed, complete = (
         yaml.safe_load(saver.parser.dump(saver.config, skip_default=short, skip_none=short, skip_validation=True))
         for short in (True, False)
@@ -109,7 +110,7 @@ def _without_empty(values: Any) -> Any:
     return {name: value for name, value in kept.items() if value != {}}
 
 
-def phases(curves: Mapping[str, Curve], pending: Mapping[str, float], total: float) -> dict[str, float]:
+def phases(curves: Mapping[str, Curve], pending: Mapping[Activity, float], total: float) -> dict[str, float]:
     """Seconds by activity over a whole run, longest first; what none of them accounts for is ``other``, at the end.
 
     Args:

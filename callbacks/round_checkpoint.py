@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
-from pbrl_lightning.checkpoints import checkpoint_directory
+from pbrl_lightning.checkpoints import checkpoint_directory, saved_at_once
 from pbrl_lightning.rounds import RoundCallback
 from pbrl_lightning.utils.errors import FileError
 
@@ -41,7 +41,8 @@ class RoundCheckpoint(RoundCallback):
             return
         path = directory / f"round_{round_number:04d}.ckpt"
         before, self._last = self._last, path.name
-        trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
+        with saved_at_once(trainer):
+            trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
         if trainer.is_global_zero:
             if not path.exists():  # Lightning says nothing where it may not write
                 raise FileError(f"the checkpoint {path} could not be written")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import lightning as L
@@ -10,7 +11,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from pbrl_lightning.checkpoints import checkpoint_directory
+from pbrl_lightning.curves import CurveLogger
+from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.hyperparameters import log_options
+from pbrl_lightning.reporting.runs import CURVES
 from pbrl_lightning.rounds import RoundCallback
 from pbrl_lightning.run_directory import directory_of_checkpoint, run_directory, settle_run
 
@@ -34,7 +38,18 @@ class RunDirectory(RoundCallback):
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _keep_curves(trainer)
             rank_zero_info("\n".join(where(trainer)))
+
+
+def _keep_curves(trainer: L.Trainer) -> None:
+    """Writes the report's curves for later comparisons where no logger leaves files of numbers here."""
+    if any(isinstance(logger, TensorBoardLogger | CSVLogger) for logger in trainer.loggers):
+        return
+    kept = next((logger for logger in trainer.loggers if isinstance(logger, CurveLogger)), None)
+    if kept is not None:
+        text = json.dumps({name: {"steps": list(c.steps), "values": list(c.values)} for name, c in kept.curves.items()})
+        write_atomically(run_directory(trainer) / CURVES, lambda file: file.write(text.encode()))
 
 
 def where(trainer: L.Trainer) -> list[str]:

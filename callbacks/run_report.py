@@ -14,13 +14,14 @@ from typing_extensions import override
 
 from pbrl_lightning.callbacks.collection_progress import round_rows
 from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
+from pbrl_lightning.callbacks.run_directory import parts_elsewhere
 from pbrl_lightning.curves import Curve, CurveLogger
 from pbrl_lightning.distributions import reward_distribution, without_values
 from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.preferences.collector import Collection
 from pbrl_lightning.report import RunSummary, render
 from pbrl_lightning.rounds import RoundCallback
-from pbrl_lightning.run_directory import run_directory
+from pbrl_lightning.run_directory import name_of_directory, run_directory
 from pbrl_lightning.samples import JointSample, pair_samples
 from pbrl_lightning.timing import duration, pending_seconds
 from pbrl_lightning.utils.errors import ConfigurationError
@@ -145,9 +146,10 @@ class RunReport(RoundCallback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         evaluation = next((c for c in trainer.callbacks if isinstance(c, JointEvaluation)), JointEvaluation())  # type: ignore[attr-defined]
         changed, configuration = report_facts.configuration(trainer)
+        facts = [] if evaluation.results else ["not evaluated: no evaluation items were given"]
         return RunSummary(
-            title=report_facts.run_name(directory),
-            facts=[] if evaluation.results else ["not evaluated: no evaluation items were given"],
+            title=name_of_directory(directory),
+            facts=facts + [f"{what}: {path}" for what, path in parts_elsewhere(trainer).items()],
             curves=self._curves.curves,
             rounds=round_rows(data.rounds, evaluation.results) if data.rounds else (),
             distributions=[known["rewards"] for known in self._rounds],

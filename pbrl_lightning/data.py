@@ -22,13 +22,22 @@ from pbrl_lightning.pair_source import PairSource, held_out_split, warn_of_share
 from pbrl_lightning.preferences.collector import Collector
 from pbrl_lightning.preferences.fingerprint import fingerprint
 from pbrl_lightning.preferences.oracle import Oracle
-from pbrl_lightning.preferences.pair_sources import pair_sources, read_pairs
+from pbrl_lightning.preferences.pair_sources import pair_sources, read_sources
 from pbrl_lightning.preferences.pair_tokens import PairLoader, pairs_from_state, pairs_to_state
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.scoring import PreferenceJudge
 from pbrl_lightning.preferences.selection import PairSelection
+from pbrl_lightning.randomness import run_seed
 from pbrl_lightning.rollouts import RolloutLoader
-from pbrl_lightning.rounds import RoundRecord, RunProgress, completed_epochs, log_round, log_to, notify
+from pbrl_lightning.rounds import (
+    RoundRecord,
+    RunProgress,
+    batches_per_update,
+    completed_epochs,
+    log_round,
+    log_to,
+    notify,
+)
 from pbrl_lightning.run_directory import begin_run, continue_run
 from pbrl_lightning.schedule import Position, RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError, OptionTypeError, RunError
@@ -72,7 +81,8 @@ class PreferenceDataModule(L.LightningDataModule):
         preference_scoring_reward: Who scores new comparisons: ``task``, or in iterative MARLHF ``reward_model``, the
             last one fitted (the task reward until there is one).
         replay_dir: Where round files go; default ``replay`` in the run's directory.
-        seed: The run's seed: every draw is a function of it.
+        seed: The run's seed: every draw is a function of it. Default: that of ``lightning.seed_everything`` if it was
+            called, else 0.
         max_concurrency: Most calls of an async reward or a judge at once, per process.
         num_turns: Only 1 is supported.
         joint_mode: Only ``aligned`` is supported.
@@ -104,7 +114,7 @@ class PreferenceDataModule(L.LightningDataModule):
         val_fraction: float | None = None,
         preference_scoring_reward: Literal["task", "reward_model"] = "task",
         replay_dir: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         max_concurrency: int = 8,
         num_turns: int = 1,
         joint_mode: str = "aligned",
@@ -130,7 +140,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.given_eval_pairs = None if eval_pairs is None else pair_sources(eval_pairs, "eval_pairs")
         self.val_fraction = val_fraction
         self.preference_scoring_reward = preference_scoring_reward
-        self.seed = seed
+        self.seed = seed = run_seed(seed)
         self.sources = source_names(items=items, eval_items=eval_items, pairs=pairs, eval_pairs=eval_pairs)
         validate_options(
             self,
@@ -162,7 +172,6 @@ class PreferenceDataModule(L.LightningDataModule):
         self.training_pairs: list[PreferencePair] = []
         self._tokens: list[PairTokens] | None = None
         self._held_out: tuple[list[PreferencePair], list[PairTokens]] | None = None
-        self.rollout_metrics: dict[str, float] = {}
         if self.oracle is not None:
             self.oracle.num_dropped = 0
 
@@ -203,7 +212,7 @@ class PreferenceDataModule(L.LightningDataModule):
             self.oracle.view = module.team.role_view
         for given, name in ((self.given_pairs, "pairs"), (self.given_eval_pairs, "eval_pairs")):
             if given is not None:
-                read_pairs(given, name=name)  # errors before any model is loaded
+                read_sources(given, name=name)  # errors before any model is loaded
         if isinstance(module, TeamModule):
             validate_items(self, module)
             if self.evaluator is None:
@@ -282,7 +291,8 @@ class PreferenceDataModule(L.LightningDataModule):
     def _pair_loader(self, pairs: list[PreferencePair], tokens: list[PairTokens], epoch: int) -> PairLoader:
         trainer, module = self._trainer, self._module
         size = self.batch_size or module.pair_batch_size
-        place = (trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
+        place = (batches_per_update(trainer), trainer.global_rank, trainer.world_size, trainer.limit_train_batches)
+        epoch = 0 if trainer.overfit_batches else epoch  # type: ignore[attr-defined]  # the same batches every time
         return PairLoader(module.pair_pad_ids(), pairs, tokens, size, self.seed, self._progress.round, epoch, *place)
 
     def _rollout_loader(self, position: Position) -> RolloutLoader:
@@ -303,16 +313,17 @@ class PreferenceDataModule(L.LightningDataModule):
             self.train_batch_size or self.rollout_batch_size,
             self.seed,
             (position.round - 1) * policy_epochs + position.epoch,
-            trainer.accumulate_grad_batches,
+            batches_per_update(trainer),
             trainer.global_rank,
             trainer.world_size,
+            trainer.limit_train_batches,
+            bool(trainer.overfit_batches),  # type: ignore[attr-defined]
             self._on_rollout,
             (module,),
         )
 
     def _on_rollout(self, num_responses: int, metrics: dict[str, float]) -> None:
         self._progress.env_step += num_responses
-        self.rollout_metrics = metrics
         log_to(self._trainer, {**metrics, "env_step": self._progress.env_step})
 
     @override
@@ -419,8 +430,8 @@ class PreferenceDataModule(L.LightningDataModule):
         return pairs, tokens
 
     def _read_pairs(self, name: Literal["pairs", "eval_pairs"]) -> list[PreferencePair]:
-        given = self.given_pairs if name == "pairs" else self.given_eval_pairs
-        return read_pairs(given, self._module.render_chat, name=name)
+        sources = self.given_pairs if name == "pairs" else self.given_eval_pairs
+        return read_sources(sources or [], self._module.render_chat, name=name)
 
     @property
     def _held_out_fraction(self) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import yaml
@@ -23,20 +22,6 @@ from pbrl_lightning.timing import ACTIVITIES, Activity
 
 if TYPE_CHECKING:
     from pbrl_lightning.data import PreferenceDataModule
-
-_DEFAULT_PARTS: Final = ("lightning_logs",)
-"""Parts of a log directory that every run has."""
-
-
-def run_name(directory: Path) -> str:
-    """What to call a run: the last two parts of its log directory that tell it from other runs.
-
-    Example:
-        >>> run_name(Path("/home/me/runs/debug/lightning_logs/version_3"))
-        'debug/version_3'
-    """
-    parts = [part for part in directory.absolute().parts[1:] if part not in _DEFAULT_PARTS]
-    return "/".join(parts[-2:]) or str(directory)
 
 
 def models(module: LearnerModule) -> list[str]:

@@ -8,6 +8,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from pbrl_lightning.curves import standard_error
 from pbrl_lightning.samples import mean_lengths
@@ -146,13 +148,29 @@ def completed_epochs(trainer: L.Trainer) -> int:
     return trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
 
 
+def batches_per_update(trainer: L.Trainer) -> int:
+    """Batches per optimizer step of the epoch that begins; Lightning sets it after the epoch's loader is built."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            return callback.get_accumulate_grad_batches(completed_epochs(trainer))
+    return trainer.accumulate_grad_batches
+
+
 def writes_logs(trainer: L.Trainer) -> bool:
     """True if a run has a logger; a trial run has only a stand-in."""
     return bool(trainer.loggers) and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 
-def log_to(trainer: L.Trainer, metrics: Mapping[str, float]) -> None:
-    """Writes numbers to every logger at the current optimizer step, outside of Lightning's logging interval."""
+def log_to(trainer: L.Trainer, metrics: Mapping[str, float], monitored: bool = True) -> None:
+    """Writes numbers to every logger at the current optimizer step, outside of Lightning's logging interval.
+
+    Args:
+        trainer: Whose loggers.
+        metrics: Numbers by name.
+        monitored: ``ModelCheckpoint`` and ``EarlyStopping`` see them too.
+    """
+    if monitored:
+        trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in metrics.items()})
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=trainer.global_step)
 

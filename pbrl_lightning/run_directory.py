@@ -151,16 +151,8 @@ def directory_of_checkpoint(path: str | Path) -> Path | None:
     return next((parent.parent for parent in place.parents if parent.name == CHECKPOINTS), None)
 
 
-def run_name(trainer: L.Trainer) -> str:
-    """What to call a run: its ``run_name``, else by its directory.
-
-    The last two parts of its path, such as ``my_run/version_0``; instead of ``lightning_logs`` the folder above it.
-    """
-    return getattr(trainer, "run_name", None) or name_of_directory(run_directory(trainer))
-
-
 def name_of_directory(directory: Path) -> str:
-    """A short name for a run's directory.
+    """What to call a run: the last two parts of its directory that tell it from others.
 
     Example:
         >>> name_of_directory(Path("runs/madpo/lightning_logs/version_0"))
@@ -169,7 +161,7 @@ def name_of_directory(directory: Path) -> str:
         'long_training/version_2'
     """
     parts = [part for part in Path(os.path.abspath(directory)).parts if part != DEFAULT_NAME]
-    return "/".join(parts[-2:])
+    return "/".join(parts[1:][-2:]) or str(directory)
 
 
 def _decide(trainer: L.Trainer) -> tuple[Path, bool]:

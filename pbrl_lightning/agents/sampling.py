@@ -77,8 +77,9 @@ class SampledIds:
 def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
     """The distribution that is sampled from: temperature, then top-k, then top-p.
 
-    Tokens equal to the k-th logit all stay, and of equal tokens at the edge of top-p those with the larger id stay:
-    both as in transformers' logits processors.
+    Tokens equal to the k-th logit all stay, as in transformers. Of equally probable tokens at the edge of top-p, those
+    with the larger ids stay, because the sort is stable. The sort in transformers is not: from 17 tokens on, it keeps
+    other tokens of the same probability.
 
     Args:
         logits: Shape ``(R, V)``.

@@ -35,9 +35,11 @@ from pbrl_lightning.agents.loading import expand_sources, vocabulary_of, warn_on
 from pbrl_lightning.agents.logprobs import ResponseLogps, response_logps
 from pbrl_lightning.agents.products import scoring_products
 from pbrl_lightning.agents.prompts import Formatter, encode_prompt, render_prompt, resolve_formatters
+from pbrl_lightning.agents.restoring import load_team_weights, team_options
 from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.batches import AgentAnswer, TaskItem, TeamSample, TokenBatch
+from pbrl_lightning.checkpoints import read_checkpoint
 from pbrl_lightning.randomness import Stream
 from pbrl_lightning.sharding import all_adapter_parameters, deepcopy_detached, in_shares
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
@@ -117,6 +119,46 @@ class AgentTeam(nn.Module):
         if max_prompt_length is not None and max_prompt_length < 1:
             problems.append(f"`max_prompt_length` must be >= 1, got {max_prompt_length}")
         raise_together(problems)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        *,
+        team: AgentTeam | None = None,
+        models: Any = None,
+        formatters: Any = None,
+        tokenizers: Any = None,
+        joint_adapter: JointAdapter | None = None,
+        dtype: str | None = None,
+    ) -> AgentTeam:
+        """The agents of a run's checkpoint, to sample from, evaluate or train on.
+
+        A checkpoint holds the team's options and trained weights. Frozen backbones are loaded by their names, and what
+        is no plain data is to be given: models and tokenizers that were objects, formatters that are functions of a
+        notebook. Modules that formatters are in must be imported before.
+
+        Args:
+            path: A ``.ckpt`` file, or a run's directory for its newest one.
+            team: Gets the weights in the place of a new team; needed where the checkpoint holds no options.
+            models: Replaces the saved option, as do the others.
+            formatters: Item to prompt.
+            tokenizers: Of models that are objects.
+            joint_adapter: Of a centralized team.
+            dtype: Weights of loaded models.
+
+        Raises:
+            MissingFileError: If the checkpoint does not exist.
+            ConfigurationError: If it has no team, another one, or not all of the options; says what to give.
+        """
+        file, checkpoint = read_checkpoint(path, "cpu")
+        if team is None:
+            given = {"models": models, "formatters": formatters, "tokenizers": tokenizers}
+            given |= {"joint_adapter": joint_adapter, "dtype": dtype}
+            options = team_options(checkpoint, file, {k: value for k, value in given.items() if value is not None})
+            team = cls(**options)
+        load_team_weights(team.load(), checkpoint, file)
+        return team
 
     @property
     def num_agents(self) -> int:

@@ -165,7 +165,7 @@ def _reward_card(run: _Run, model: JointRewardModel) -> str:
     held_out = listed(facts.held_out(run.results)) if isinstance(run.module, JointRewardModule) else ""
     sections = [
         *_run_sections(run, [("The model", made), ("Held-out pairs", held_out)]),
-        ("How to load it", f"```python\n{reward_code(num_agents)}\n```"),
+        ("How to load it", f"```python\n{reward_code(num_agents, *model.closing_ids)}\n```"),
         ("Limits", f"- It knows the answers of the team that its pairs are of.{limit}\n{_limits(run)}"),
     ]
     return render(head, "Reward model of a team", opening, sections)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pbrl_lightning.utils.errors import ConfigurationError
 
-COMMANDS = ("fit", "validate", "collect", "sample", "migrate", "completion")
+COMMANDS = ("fit", "validate", "collect", "sample", "migrate", "compare", "completion")
 INSTEAD = {
     "test": "`pbrl validate` evaluates a team on `data.eval_items`",
     "predict": "`pbrl sample` writes a team's responses",

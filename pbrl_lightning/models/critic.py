@@ -42,12 +42,6 @@ class Critic(nn.Module):
 
     value_clip_range: float | None = None
 
-    dtype = "float32"
-    """Of the weights that it loads itself."""
-
-    chooses_dtype = False
-    """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
-
     def __init__(self, critic_type: CriticType = "v") -> None:
         super().__init__()
         if critic_type not in get_args(CriticType):
@@ -61,6 +55,16 @@ class Critic(nn.Module):
     @abstractmethod
     def load(self, team: AgentTeam) -> Self:
         """Brings the weights into memory; does nothing the second time."""
+
+    @property
+    def dtype(self) -> str:
+        """The type of the weights that it loads itself."""
+        return "float32"
+
+    @property
+    def chooses_dtype(self) -> bool:
+        """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
+        return self.dtype == AUTO
 
     def settle_dtype(self, dtype: str) -> None:
         """Takes a type in the place of ``auto``."""
@@ -104,14 +108,9 @@ class TextCritic(Critic):
     _options: dict[str, Any]
 
     @property
-    def dtype(self) -> str:  # type: ignore[override]
-        """Of the weights that it loads itself."""
-        return self._options["dtype"]
-
-    @property
-    def chooses_dtype(self) -> bool:  # type: ignore[override]
-        """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
-        return self._options["dtype"] == AUTO
+    @override
+    def dtype(self) -> str:
+        return str(self._options["dtype"])
 
     @override
     def settle_dtype(self, dtype: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import lightning as L
 import torch
@@ -16,15 +16,17 @@ from typing_extensions import override
 
 from pbrl_lightning.agents.prompts import render_messages
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.batches import PairTokens, PreferencePair, RolloutBatch
+from pbrl_lightning.batches import PairTokens, PreferencePair
 from pbrl_lightning.checkpoints import make_durable
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.heap import keep_freed_memory
+from pbrl_lightning.lightning_features import check_features
 from pbrl_lightning.modules.gradients import clip_gradients, total_norm
+from pbrl_lightning.modules.restoring import drop_objects, load_module, saved_options
 from pbrl_lightning.modules.run_dtype import DtypeHolder, RunDtype
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.resume import settle_epoch
-from pbrl_lightning.rounds import log_to, writes_logs
+from pbrl_lightning.rounds import batches_per_update, log_to, writes_logs
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.sharding import share_out
 from pbrl_lightning.timing import Stopwatch, spending
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from pbrl_lightning.modules.marl import MARLModule
 
 Metrics = dict[str, Tensor | float]
+_WEIGHTS = {"state_dict", "current_model_state"}
+"""Where a checkpoint holds weights; the second beside a ``WeightAveraging``, whose average is the first."""
 
 
 def by_agent(name: str, values: Tensor) -> Metrics:
@@ -74,6 +78,9 @@ class LearnerModule(RunDtype):
     measures_pairs = False
     """True if it can be measured on held-out pairs while it trains."""
 
+    held_out_names: tuple[str, ...] = ()
+    """What is logged of them."""
+
     def __init__(
         self,
         *,
@@ -88,6 +95,12 @@ class LearnerModule(RunDtype):
         # Checkpoints hold no frozen backbone; `on_load_checkpoint` checks that no trained weight is missing.
         self.strict_loading = False
         self._batch_started = Stopwatch()
+        self._resumed_metrics: dict[str, float] = {}
+
+    @property
+    @abstractmethod
+    def step_metrics(self) -> list[str]:
+        """Names of what is logged of batches and rollouts, without those per agent; callbacks can monitor them."""
 
     @abstractmethod
     def make_schedule(self, iterative: bool) -> RoundSchedule:
@@ -174,6 +187,7 @@ class LearnerModule(RunDtype):
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
+        check_features(self.trainer, self)  # the first hook of any run
         present = [type(callback) for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
         return [new for new in self.wanted_callbacks() if not any(issubclass(there, type(new)) for there in present)]
 
@@ -187,6 +201,13 @@ class LearnerModule(RunDtype):
         share_out(self)
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
+
+    @override
+    def on_train_start(self) -> None:
+        # Of a run resumed inside an epoch, whose beginning Lightning leaves out.
+        self.trainer.accumulate_grad_batches = batches_per_update(self.trainer)
+        for name, value in self._resumed_metrics.items():
+            self.trainer.callback_metrics.setdefault(name, torch.tensor(value))
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -206,8 +227,6 @@ class LearnerModule(RunDtype):
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         del outputs, batch_idx
-        if isinstance(batch, RolloutBatch):  # the loggers have it already; for ModelCheckpoint(monitor=…)
-            self.log_dict(self.trainer.datamodule.rollout_metrics, logger=False)  # type: ignore[attr-defined]
         num_tokens = sum(int(rows.attention_mask.sum()) for rows in batch.agents)
         seconds = self._batch_started.stop("training")
         self.log("train/tokens_per_second", num_tokens / max(seconds, 1e-9), batch_size=len(batch))
@@ -259,15 +278,60 @@ class LearnerModule(RunDtype):
             by_group = {f"train/grad_norm/{name}": norm for name, norm in norms.items()}
             self.log_dict({"train/grad_norm": total_norm(list(norms.values())), **by_group})
 
+    @classmethod
+    @override
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """A module with the options and trained weights of a checkpoint; frozen backbones are loaded by their names.
+
+        Args:
+            checkpoint_path: A ``.ckpt`` file, or a run's directory for its newest one.
+            map_location: As in ``torch.load``; default: where the weights were.
+            hparams_file: Not taken: the checkpoint holds the options.
+            strict: Every trained weight must be there in any case.
+            weights_only: True in any case: a checkpoint runs no code.
+            **kwargs: Options of the module in the place of the saved ones, such as ``team=``.
+
+        Raises:
+            ConfigurationError: If it is another module's, or does not hold what is needed; says what to give.
+        """
+        del strict
+        if hparams_file is not None or weights_only is False:
+            raise ConfigurationError("`hparams_file` and `weights_only=False` are not taken: the options are saved")
+        return load_module(cls, checkpoint_path, map_location, kwargs)
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Takes the trained weights of a checkpoint, and moves to where they are.
+
+        Args:
+            checkpoint: As loaded; its epoch is settled in place.
+        """
+        self.check()
+        self.on_load_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        self.load_state_dict(state, strict=False)
+        self.to(next((value.device for value in state.values()), self.device))
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["options"] = saved_options(self)
+        drop_objects(checkpoint)
         # What this run does not train stays out: frozen backbones, adapters of earlier runs on the same team. Tied
         # weights have several names, and all of them are in the state dict.
         everything = self.named_parameters(remove_duplicate=False)
         trained = self._trained()
         frozen = {name for name, parameter in everything if id(parameter) not in trained}
-        state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in frozen}
+        for part in _WEIGHTS & checkpoint.keys():
+            checkpoint[part] = {name: value for name, value in checkpoint[part].items() if name not in frozen}
+        # What callbacks monitor may be logged once a round.
+        checkpoint["callback_metrics"] = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         checkpoint["dtype"] = self.run_dtype
 
     def _trained(self) -> set[int]:
@@ -291,6 +355,10 @@ class LearnerModule(RunDtype):
             raise CheckpointError(
                 f"the checkpoint has {len(unknown)} weights that this run does not have, such as {unknown[0]!r}"
             )
+        self._resumed_metrics = checkpoint.get("callback_metrics", {})
+        if "averaging_state" in checkpoint:  # WeightAveraging reads what is frozen too
+            for part in _WEIGHTS:
+                checkpoint[part] = {**self.state_dict(), **checkpoint[part]}
 
     @override
     def on_train_end(self) -> None:
@@ -359,7 +427,9 @@ class TeamModule(LearnerModule):
     def wanted_callbacks(self) -> list[L.Callback]:
         from pbrl_lightning import callbacks as ours
 
-        wanted: list[L.Callback] = [ours.JointEvaluation(), ours.CollectionProgress(), *super().wanted_callbacks()]
+        wanted: list[L.Callback] = [ours.CollectionProgress(), *super().wanted_callbacks()]
+        if self.trainer.limit_val_batches != 0:
+            wanted.insert(0, ours.JointEvaluation())
         if writes_logs(self.trainer) and self.collects_pairs:
             wanted.append(ours.SampleTable())
         if self.trainer.checkpoint_callbacks and self.collects_pairs:

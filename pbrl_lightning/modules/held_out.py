@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 
 
 def held_out_metrics(prefix: str, accuracy: str) -> MetricCollection:
@@ -15,6 +16,21 @@ def held_out_metrics(prefix: str, accuracy: str) -> MetricCollection:
         accuracy: What the share of rightly ordered pairs is called.
     """
     return MetricCollection({"loss": MeanMetric(), accuracy: MeanMetric(), "margin": MeanMetric()}, prefix=prefix)
+
+
+def log_and_reset(module: L.LightningModule, held_out: MetricCollection, *others: Metric) -> None:
+    """Logs what was measured, and begins anew.
+
+    Args:
+        module: Whose numbers they are.
+        held_out: Its metrics.
+        *others: More of them, which it has logged itself.
+    """
+    module.log_dict({name: value.float() for name, value in held_out.compute().items()})
+    with torch.inference_mode(False):  # or a fit after `Trainer.validate` could not add to them
+        held_out.reset()
+        for other in others:
+            other.reset()
 
 
 def print_held_out(trainer: L.Trainer, prefix: str) -> None:

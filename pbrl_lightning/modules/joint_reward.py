@@ -18,7 +18,7 @@ from pbrl_lightning.batches import PairBatch, PairTokens, PreferencePair
 from pbrl_lightning.losses import bradley_terry_losses, require_finite
 from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import LearnerModule, Metrics
-from pbrl_lightning.modules.held_out import held_out_metrics, print_held_out
+from pbrl_lightning.modules.held_out import held_out_metrics, log_and_reset, print_held_out
 from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError
@@ -46,6 +46,7 @@ class JointRewardModule(LearnerModule):
     pair_margins_name = "reward/margins"
     val_margins_name = "reward/val_margins"
     measures_pairs = True
+    held_out_names = ("reward/val_loss", "reward/val_accuracy", "reward/val_margin", "reward/val_calibration_error")
     val_fraction = 0.1
 
     def __init__(
@@ -68,6 +69,11 @@ class JointRewardModule(LearnerModule):
         self.held_out = held_out_metrics("reward/val_", "accuracy")
         self.calibration = BinaryCalibrationError(n_bins=10)
 
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        return ["reward/loss", "reward/accuracy", "reward/margin"]
+
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         if iterative:
@@ -87,6 +93,11 @@ class JointRewardModule(LearnerModule):
     @override
     def load(self) -> None:
         self.reward_model.bind(None).load().set_trained(True)
+
+    @override
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        super().restore(checkpoint)
+        self.reward_model.fitted = checkpoint["global_step"] > 0
 
     @override
     def dtype_holders(self) -> list[DtypeHolder]:
@@ -150,10 +161,8 @@ class JointRewardModule(LearnerModule):
     @override
     def on_validation_epoch_end(self) -> None:
         """Logs loss, accuracy and margin over all held-out pairs, and the expected calibration error."""
-        self.log_dict({name: value.float() for name, value in self.held_out.compute().items()})
         self.log("reward/val_calibration_error", self.calibration.compute())
-        self.held_out.reset()
-        self.calibration.reset()
+        log_and_reset(self, self.held_out, self.calibration)
 
     @override
     def on_train_end(self) -> None:

@@ -16,7 +16,7 @@ from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PairBatch
 from pbrl_lightning.losses import joint_margins, madpo_losses, require_finite
 from pbrl_lightning.modules.base import Metrics, TeamModule, by_agent
-from pbrl_lightning.modules.held_out import held_out_metrics, print_held_out
+from pbrl_lightning.modules.held_out import held_out_metrics, log_and_reset, print_held_out
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError
 
@@ -71,6 +71,14 @@ class MADPOModule(TeamModule):
         self._measured = False
 
     measures_pairs = True
+    held_out_names = ("val/loss", "val/preference_accuracy", "val/margin")
+
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        sides = [f"train/{name}/{side}" for name in ("logps", "response_length") for side in ("chosen", "rejected")]
+        rewards = ["turn_1/reward_mean", "turn_1/expected_return"]
+        return ["train/loss", "train/margin", "train/preference_accuracy", *sides, *rewards]
 
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
@@ -119,8 +127,7 @@ class MADPOModule(TeamModule):
         """Logs loss, accuracy and margin over all held-out pairs, and what an evaluation gave."""
         super().on_validation_epoch_end()
         if self._measured:
-            self.log_dict({name: value.float() for name, value in self.held_out.compute().items()})
-            self.held_out.reset()
+            log_and_reset(self, self.held_out)
         self._measured = False
 
     @override

@@ -108,6 +108,16 @@ class MARLModule(TeamModule):
         """The fitted reward model that scores rollouts, None for the task reward."""
         return self._reward_model[0]
 
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        of_rollouts = [f"rollout/{name}" for name in ("scored_responses", "tokens_per_second")]
+        of_rollouts += [f"turn_1/{name}" for name in ("reward_mean", "expected_return", "reward_standard_error")]
+        if self.reference_kl is not None:
+            of_rollouts += ["policy/kl", "policy/kl_clamped_tokens"]
+        critics = ["value/loss"] if self.critic is not None else []
+        return ["policy/loss", "policy/logp", "policy/response_length", *critics, *of_rollouts]
+
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         if iterative:

@@ -138,6 +138,11 @@ class MARLHFModule(TeamModule):
     def policy_updates(self) -> int:
         return self._policy_updates
 
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        return [*self.reward.step_metrics, *self.policy.step_metrics]
+
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         reward_epochs = self.reward.num_train_epochs or (2 if iterative else 1)
@@ -231,6 +236,11 @@ class MARLHFModule(TeamModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         del optimizer
         self._policy_updates += self._in_policy_phase
+
+    @override
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        super().restore(checkpoint)
+        self.reward_model.fitted = checkpoint["global_step"] > 0
 
     @override
     def export(self, directory: Path) -> None:

@@ -44,7 +44,11 @@ def read_pairs(given: Any, render: Render | None = None, *, name: str = "pairs")
         RoundFileError: If a file is damaged, a pair has a missing or mistyped key, or a pair is of another number of
             agents than the first one.
     """
-    sources = pair_sources(given, name)
+    return read_sources(pair_sources(given, name), render, name=name)
+
+
+def read_sources(sources: Sequence[Any], render: Render | None = None, *, name: str = "pairs") -> list[PreferencePair]:
+    """The pairs of what :func:`pair_sources` gave; otherwise as :func:`read_pairs`."""
     _check_files([Path(source) for source in sources if _is_file(source)], name)
     places = [place for source in sources for place in _places(source, render, name)]
     if not places:

@@ -171,8 +171,8 @@ def readable(spec: Any) -> Any:
         if key in spec:
             return spec[key]
     if "class_path" in spec:
-        name = str(spec["class_path"]).rpartition(":")[2]
-        return {"class": name} | {key: readable(value) for key, value in spec["init_args"].items()}
+        name = re.split("[:.]", str(spec["class_path"]))[-1]
+        return {"class": name} | {key: readable(value) for key, value in (spec.get("init_args") or {}).items()}
     return {key: readable(value) for key, value in spec.items()}
 
 

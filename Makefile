@@ -9,7 +9,7 @@ PARALLEL := -n 2 --dist loadfile --durations=25
 .PHONY: help install quickstart test test-fast lint docs bench results soak clean
 
 help:
-	@echo "make quickstart   install into $(VENV), then train two agents on SmolLM2-135M (a few minutes on 2 cores)"
+	@echo "make quickstart   install into $(VENV), then train two agents on SmolLM2-135M (2 cores: 4 to 6 minutes)"
 	@echo "make test         all tests with coverage, then the planted faults"
 	@echo "make test-fast    the tests that take seconds"
 	@echo "make soak         50 runs that are killed, and one of 200 rounds (a few minutes)"

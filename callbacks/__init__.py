@@ -9,6 +9,7 @@ from pbrl_lightning.callbacks.reward_distribution import RewardDistribution
 from pbrl_lightning.callbacks.round_checkpoint import RoundCheckpoint
 from pbrl_lightning.callbacks.round_figures import RoundFigures
 from pbrl_lightning.callbacks.round_times import RoundTimes
+from pbrl_lightning.callbacks.run_directory import RunDirectory
 from pbrl_lightning.callbacks.run_report import RunReport
 from pbrl_lightning.callbacks.sample_table import SampleTable
 
@@ -22,6 +23,7 @@ __all__ = [
     "RoundCheckpoint",
     "RoundFigures",
     "RoundTimes",
+    "RunDirectory",
     "RunReport",
     "SampleTable",
 ]

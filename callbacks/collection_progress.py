@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
@@ -20,7 +19,7 @@ from pbrl_lightning.reporting.bars import CollectionBar, LogsAboveBar, in_notebo
 from pbrl_lightning.reporting.empty_rounds import NOTHING_LEARNED
 from pbrl_lightning.reporting.progress_lines import ProgressLines
 from pbrl_lightning.reporting.quiet import QuietLightning, summary_line
-from pbrl_lightning.rounds import RoundCallback, RoundRecord
+from pbrl_lightning.rounds import RoundCallback, RoundRecord, batches_per_update
 from pbrl_lightning.utils.errors import ConfigurationError
 
 
@@ -48,8 +47,9 @@ class CollectionProgress(RoundCallback):
         self._shows_bars = False
         self._summarizes = False
         self._phase: _Phase | None = None
-        self._steps_before = self._round = 0
+        self._steps_before = self._round = self._batches = 0
         self._had_signal = True
+        self._ended = False
 
     # -- from the beginning to the end ------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class CollectionProgress(RoundCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._shows_bars = works_here(trainer.progress_bar_callback) and sys.stderr.isatty() and not in_notebook()
         self._summarizes |= self._quiet.start(trainer, replace_bar=self.interval > 0)
-        self._phase, self._had_signal = None, True
+        self._phase, self._had_signal, self._ended = None, True, False
         if trainer.is_global_zero and self.interval and not self._shows_bars:
             self._lines = ProgressLines(
                 self.interval,
@@ -86,25 +86,22 @@ class CollectionProgress(RoundCallback):
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._ended = True
         bar = trainer.progress_bar_callback
         self._logs.stop()
         if isinstance(bar, RichProgressBar):
             bar.teardown(trainer, pl_module, stage="fit")  # or it would be drawn once more, below what follows
         records = getattr(trainer.datamodule, "rounds", [])  # type: ignore[attr-defined]
-        directory = trainer.log_dir  # asked for by every process: the first one tells the others
         if records:
             evaluations = [c.results for c in trainer.callbacks if isinstance(c, JointEvaluation)]  # type: ignore[attr-defined]
             rank_zero_info("\n" + rounds_table(records, evaluations[0] if evaluations else []))
-        where = _where(trainer, directory, bool(records))
-        if where and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            rank_zero_info(where)
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # After what other callbacks say at the end of a fit.
-        if stage == "fit" and trainer.global_step == 0:
+        if self._ended and trainer.global_step == 0:
             rank_zero_info(f"{NOTHING_LEARNED}the run made no update, so what it trains is as it was at the start")
-        elif stage == "fit" and not self._had_signal:
+        elif self._ended and not self._had_signal:
             rank_zero_info(
                 f"{NOTHING_LEARNED}in every rollout all joint responses of a task item had the same reward, so no "
                 "update had a gradient"
@@ -124,7 +121,7 @@ class CollectionProgress(RoundCallback):
         self._quiet.stop()
 
     def _begin(self, what: str, total: int | None = None, unit: str = "", **options: Any) -> None:
-        self._phase = None
+        self._phase, self._batches = None, 0
         if self._lines is not None:
             self._lines.begin(what, total, unit, **options)
 
@@ -233,23 +230,24 @@ class CollectionProgress(RoundCallback):
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        self._evaluated(batch_idx)
+        self._evaluated()
 
     @override
     def on_test_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        self._evaluated(batch_idx)
+        self._evaluated()
 
     @override
     def on_predict_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        self._evaluated(batch_idx)
+        self._evaluated()
 
-    def _evaluated(self, batch_idx: int) -> None:
+    def _evaluated(self) -> None:
+        self._batches += 1  # over all loaders
         if self._lines is not None:
-            self._lines.advance(batch_idx + 1)
+            self._lines.advance(self._batches)
 
 
 @dataclass(frozen=True)
@@ -283,7 +281,7 @@ def _from_whom(trainer: L.Trainer) -> str:
 
 
 def _steps(trainer: L.Trainer, batches: int) -> int:
-    return -(-batches // trainer.accumulate_grad_batches)
+    return -(-batches // batches_per_update(trainer))
 
 
 def _number_of(batches: Any) -> int | None:
@@ -301,14 +299,6 @@ def _most_tokens(trainer: L.Trainer, passes: int) -> int | None:
         return None
     candidates = max(data.num_candidates, getattr(data.comparator, "num_candidates", None) or 0)
     return passes * candidates * team.num_agents * sampling.max_new_tokens
-
-
-def _where(trainer: L.Trainer, directory: str | None, rounds: bool) -> str:
-    """Where logs and round files are, and how TensorBoard shows them if it was given them; empty without either."""
-    boards = [logger.log_dir for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-    what = " and ".join(["logs"] * bool(trainer.loggers) + ["round files"] * rounds)
-    hint = f"  (tensorboard --logdir {boards[0]})" if boards else ""
-    return f"{what}: {directory}{hint}" if what and directory is not None else ""
 
 
 def round_rows(records: list[RoundRecord], evaluations: list[tuple[int, float]]) -> list[tuple[str, ...]]:

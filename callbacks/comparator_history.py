@@ -13,6 +13,7 @@ from typing_extensions import override
 from pbrl_lightning.comparators.history import history_name
 from pbrl_lightning.distributed import from_rank_zero
 from pbrl_lightning.rounds import RoundCallback
+from pbrl_lightning.run_directory import run_directory
 from pbrl_lightning.sharding import gathered
 
 
@@ -23,7 +24,7 @@ class ComparatorHistory(RoundCallback):
     adapters). What the comparator can no longer need is removed, ``initial`` excepted.
 
     Args:
-        dirpath: Where to; default ``history`` in the run's log directory.
+        dirpath: Where to; default ``history`` in the run's directory.
         keep_all: Keep the checkpoints of all rounds.
     """
 
@@ -44,7 +45,7 @@ class ComparatorHistory(RoundCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # A resumed run has a new log directory; what it compares against lies in the old one.
+        # A resumed run may have a new directory; what it compares against lies in the old one.
         directory = self.dirpath or state_dict["directory"]
         # A checkpoint may come from elsewhere: what it names is written to only if it is such a directory.
         if directory is not None and (self.dirpath or (Path(directory) / history_name(0)).is_dir()):
@@ -73,7 +74,7 @@ class ComparatorHistory(RoundCallback):
             self._scratch = tempfile.TemporaryDirectory(prefix="pbrl_")  # a trial leaves nothing
             self._directory = Path(from_rank_zero(self._scratch.name))
         elif self._directory is None:
-            self._directory = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "history")
+            self._directory = Path(self.dirpath or run_directory(trainer) / "history")
         return self._directory
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule, completed: int) -> None:

@@ -12,7 +12,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from pbrl_lightning.checkpoints import checkpoint_directory
+from pbrl_lightning.checkpoints import checkpoint_directory, saved_at_once
 from pbrl_lightning.distributed import StopRequested
 from pbrl_lightning.rounds import RoundCallback
 
@@ -109,7 +109,8 @@ class GracefulStop(RoundCallback):
             rank_zero_warn("the run was asked to stop and saves no checkpoint, since it has no ModelCheckpoint")
             return
         path = directory / "stopped.ckpt"
-        trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
+        with saved_at_once(trainer):
+            trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
         rank_zero_info(f"asked to stop; the run goes on with --ckpt_path {path}")
 
     def _restore(self) -> None:

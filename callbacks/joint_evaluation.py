@@ -6,18 +6,22 @@ from dataclasses import asdict
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import WeightAveraging
 from typing_extensions import override
 
+from pbrl_lightning.curves import standard_error
 from pbrl_lightning.media import log_table
+from pbrl_lightning.monitoring import monitors_evaluation
 from pbrl_lightning.rounds import log_to
-from pbrl_lightning.samples import JointSample, evaluated_samples, table_of
+from pbrl_lightning.samples import JointSample, evaluated_lengths, evaluated_samples, table_of
 from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class JointEvaluation(L.Callback):
     """Scores one joint response of the current agents to each of a few held-out items with the task reward.
 
-    Before the first update, every ``interval`` updates of the agents, and at the end. Always the same items and random
+    Before the first update, every ``interval`` updates of the agents, and at the end; after each epoch too, where an
+    ``EarlyStopping`` or a ``ModelCheckpoint`` monitors it. Always the same items and random
     numbers, so that differences come from the agents. It changes no training result.
 
     Args:
@@ -70,33 +74,41 @@ class JointEvaluation(L.Callback):
     ) -> None:
         updates = pl_module.policy_updates
         if self.interval and updates and updates % self.interval == 0:  # type: ignore[operator]
-            mean = self._evaluate(trainer)
-            if mean is not None:
-                # For ModelCheckpoint(monitor=…); the loggers have it already.
-                pl_module.log("eval/turn_1/reward_mean", mean, logger=False)
+            self._evaluate(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if monitors_evaluation(trainer):  # here they ask for it
+            self._evaluate(trainer)
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            self._updates = None  # other weights since the last update: the average, as exported
         self._evaluate(trainer)
 
-    def _evaluate(self, trainer: L.Trainer) -> float | None:
-        """Mean reward, None if there is nothing to evaluate or these agents were evaluated already."""
+    def _evaluate(self, trainer: L.Trainer) -> None:
+        """Evaluates, unless there is nothing to evaluate or these agents were evaluated already."""
         updates = trainer.lightning_module.policy_updates
         if self._updates == updates:
-            return None
+            return
         self._updates = updates  # type: ignore[assignment]
         batch = trainer.datamodule.evaluate(self.num_samples)  # type: ignore[attr-defined]
         if batch is None:
-            return None
+            return
         scored = batch.rewards[~batch.rewards.isnan()]
         metrics = {f"eval/{name}": value for name, value in batch.metrics.items()}
         mean = float(scored.mean()) if len(scored) else None
         if mean is not None:
             self.results.append((trainer.global_step, mean))
             metrics |= {"eval/turn_1/reward_mean": mean, "eval/turn_1/expected_return": mean}
-        log_to(trainer, {**metrics, "env_step": trainer.datamodule.env_step})  # type: ignore[attr-defined]
+            if (error := standard_error(scored.tolist())) is not None:
+                metrics["eval/turn_1/reward_standard_error"] = error
+        metrics |= {f"eval/{name}": length for name, length in evaluated_lengths(batch).items()}
+        # A checkpoint of later weights must not count as having the score of the first ones.
+        monitored = trainer.global_step > 0
+        log_to(trainer, {**metrics, "env_step": trainer.datamodule.env_step}, monitored)  # type: ignore[attr-defined]
         self.last = evaluated_samples(batch)
         self.first = self.first or self.last
         if trainer.is_global_zero:
             log_table(trainer, "eval/samples", *table_of(self.last))
-        return mean

@@ -15,19 +15,20 @@ from pbrl_lightning.figures import reward_figure
 from pbrl_lightning.media import log_figure, log_histogram
 from pbrl_lightning.preferences.collector import Collection
 from pbrl_lightning.rounds import RoundCallback
+from pbrl_lightning.run_directory import run_directory
 
 
 class RewardDistribution(RoundCallback):
     """After each collection, the rewards of all candidates and of the selected pairs, current agents and comparator.
 
-    As ``reward_distributions/iteration_0001.json`` … in the run's log directory
+    As ``reward_distributions/iteration_0001.json`` … in the run's directory
     (:func:`pbrl_lightning.distributions.reward_distribution`), and as histograms (``rewards/candidates`` …) and a
     figure (``figures/rewards``) to the loggers. Rewards are those before ``reward_processor``; the 16 bins span the
     ``reward_range`` of the reward function (an attribute, or a variable in the module of a function), or else the
     round's rewards.
 
     Args:
-        dirpath: Where the files go; default ``reward_distributions`` in the run's log directory.
+        dirpath: Where the files go; default ``reward_distributions`` in the run's directory.
     """
 
     def __init__(self, dirpath: str | None = None) -> None:
@@ -48,7 +49,7 @@ class RewardDistribution(RoundCallback):
         collected: Collection,
         reward_range: tuple[float, float] | None,
     ) -> None:
-        directory = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "reward_distributions")
+        directory = Path(self.dirpath or run_directory(trainer) / "reward_distributions")
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         found = reward_distribution(round_number, collected.raw_rewards, reward_range)

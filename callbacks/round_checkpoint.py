@@ -8,8 +8,9 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
-from pbrl_lightning.checkpoints import checkpoint_directory
+from pbrl_lightning.checkpoints import checkpoint_directory, saved_at_once
 from pbrl_lightning.rounds import RoundCallback
+from pbrl_lightning.utils.errors import FileError
 
 _NAME = re.compile(r"round_\d+\.ckpt")
 
@@ -40,10 +41,11 @@ class RoundCheckpoint(RoundCallback):
             return
         path = directory / f"round_{round_number:04d}.ckpt"
         before, self._last = self._last, path.name
-        trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
+        with saved_at_once(trainer):
+            trainer.save_checkpoint(path, weights_only=False)  # of the file: with the optimizer
         if trainer.is_global_zero:
             if not path.exists():  # Lightning says nothing where it may not write
-                raise OSError(f"the checkpoint {path} could not be written")
+                raise FileError(f"the checkpoint {path} could not be written")
             # A name alone, of this run's own directory: a checkpoint from elsewhere must not name files to remove.
             if before is not None and before != self._last and _NAME.fullmatch(before):
                 path.with_name(before).unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from pbrl_lightning.rounds import RoundCallback
 
 _LABELS = {
     "train/margins": "joint margin, nats",
+    "val/margins": "joint margin, nats, held-out pairs",
     "reward/margins": "R(winner) − R(loser)",
     "reward/val_margins": "R(winner) − R(loser), held-out pairs",
     "rollout/rewards": "reward of a joint response",
@@ -59,7 +60,8 @@ class RoundFigures(RoundCallback):
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._found.pop("reward/val_margins", None)
+        if isinstance(pl_module, LearnerModule):
+            self._found.pop(pl_module.val_margins_name, None)
 
     @override
     def on_validation_batch_end(
@@ -73,7 +75,7 @@ class RoundFigures(RoundCallback):
     ) -> None:
         if trainer.is_global_zero and isinstance(batch, PairBatch) and isinstance(pl_module, LearnerModule):
             assert pl_module.pair_margins is not None  # of this batch
-            self._keep("reward/val_margins", 0, pl_module.pair_margins)
+            self._keep(pl_module.val_margins_name, 0, pl_module.pair_margins)
 
     @override
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.callbacks.collection_progress import round_rows
 from pbrl_lightning.callbacks.joint_evaluation import JointEvaluation
+from pbrl_lightning.callbacks.run_directory import parts_elsewhere
 from pbrl_lightning.curves import Curve, CurveLogger
 from pbrl_lightning.distributions import reward_distribution, without_values
 from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.preferences.collector import Collection
 from pbrl_lightning.report import RunSummary, render
 from pbrl_lightning.rounds import RoundCallback
+from pbrl_lightning.run_directory import name_of_directory, run_directory
 from pbrl_lightning.samples import JointSample, pair_samples
+from pbrl_lightning.timing import duration, pending_seconds
 from pbrl_lightning.utils.errors import ConfigurationError
 
 
 class RunReport(RoundCallback):
-    """Writes ``report.html``: curves, the table of rounds, rewards and joint responses of the beginning and the end.
+    """Writes ``report.html``: what was run and how long it took, curves, rounds, rewards and joint responses.
 
     One file that any browser opens, without a server or a network. A resumed run's shows all of it, from the first
     start. Curves are kept in a bounded number of points, by a logger beside those of the trainer. Added by itself to
     runs with a logger.
 
     Args:
-        dirpath: Where to; default the run's log directory.
+        dirpath: Where to; default the run's directory.
         num_samples: Task items of a round whose pairs are shown.
     """
 
@@ -44,11 +49,18 @@ class RunReport(RoundCallback):
     def _begin(self) -> None:
         self._curves = CurveLogger()
         self._rounds: list[dict[str, Any]] = []  # the first and the last one
+        self._started = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+        self._clock = time.monotonic()
 
     @property
     def curves(self) -> dict[str, Curve]:
         """What was logged so far, by name."""
         return self._curves.curves
+
+    @property
+    def seconds(self) -> float:
+        """Time of the run so far; of a resumed run without what came after the checkpoint in the earlier start."""
+        return time.monotonic() - self._clock
 
     @property
     @override
@@ -57,12 +69,20 @@ class RunReport(RoundCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"curves": self._curves.state_dict(), "rounds": [dict(known) for known in self._rounds]}
+        return {
+            "curves": self._curves.state_dict(),
+            "rounds": [dict(known) for known in self._rounds],
+            "started": self._started,
+            "seconds": self.seconds,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._curves.load_state_dict(state_dict["curves"])
         self._rounds = [dict(known) for known in state_dict["rounds"]]
+        # Checkpoints of earlier versions have neither.
+        self._started = state_dict.get("started", self._started)
+        self._clock -= state_dict.get("seconds", 0.0)
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -94,10 +114,14 @@ class RunReport(RoundCallback):
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        directory = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        directory = Path(self.dirpath or run_directory(trainer))
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        page = render(self._summary(trainer, pl_module))
+        try:
+            page = render(self._summary(trainer, pl_module, directory))
+        except Exception as error:  # what was trained is complete without it
+            rank_zero_warn(f"no report was written: {type(error).__name__}: {error}")
+            return
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "report.html"
         write_atomically(path, lambda file: file.write(page.encode(errors="replace")))
@@ -115,24 +139,45 @@ class RunReport(RoundCallback):
         if self._curves in trainer.loggers:
             trainer.loggers.remove(self._curves)
 
-    def _summary(self, trainer: L.Trainer, pl_module: L.LightningModule) -> RunSummary:
+    def _summary(self, trainer: L.Trainer, pl_module: L.LightningModule, directory: Path) -> RunSummary:
+        # Not at import: they need the modules, and these need the callbacks.
+        from pbrl_lightning import report_facts
+
         data = trainer.datamodule  # type: ignore[attr-defined]
         evaluation = next((c for c in trainer.callbacks if isinstance(c, JointEvaluation)), JointEvaluation())  # type: ignore[attr-defined]
-        facts = [f"{trainer.global_step} optimizer steps"]
-        if data.rounds:
-            facts.append(f"{len(data.rounds)} round{'s' * (len(data.rounds) > 1)} of collection")
-        if data.env_step:
-            facts.append(f"{data.env_step} joint responses sampled for training")
-        if len(evaluation.results) > 1:
-            (_, first), (_, last) = evaluation.results[0], evaluation.results[-1]
-            facts.append(f"mean task reward on evaluation items: {first:.3f} before, {last:.3f} after")
+        changed, configuration = report_facts.configuration(trainer)
+        facts = [] if evaluation.results else ["not evaluated: no evaluation items were given"]
         return RunSummary(
-            title=type(pl_module).__name__,
-            facts=facts,
+            title=name_of_directory(directory),
+            facts=facts + [f"{what}: {path}" for what, path in parts_elsewhere(trainer).items()],
             curves=self._curves.curves,
             rounds=round_rows(data.rounds, evaluation.results) if data.rounds else (),
             distributions=[known["rewards"] for known in self._rounds],
             before=evaluation.first,
             after=evaluation.last,
             pairs={known["round"]: [JointSample(**sample) for sample in known["pairs"]] for known in self._rounds},
+            module=type(pl_module).__name__,
+            models=report_facts.models(pl_module),  # type: ignore[arg-type]
+            tiles=self._tiles(trainer, evaluation),
+            phases=report_facts.phases(self.curves, pending_seconds(), self.seconds),
+            options=report_facts.options(trainer, pl_module, data, evaluation.num_samples),  # type: ignore[arg-type]
+            changed=changed,
+            configuration=configuration,
         )
+
+    def _tiles(self, trainer: L.Trainer, evaluation: JointEvaluation) -> list[tuple[str, str]]:
+        """When, how long, how much of everything, and what came out."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        tiles = [
+            ("started", self._started),
+            ("total time", duration(self.seconds)),
+            ("optimizer steps", str(trainer.global_step)),
+        ]
+        if data.rounds:
+            tiles.append(("rounds of collection", str(len(data.rounds))))
+        if data.env_step:
+            tiles.append(("joint responses sampled for training", str(data.env_step)))
+        if len(evaluation.results) > 1:
+            (_, first), (_, last) = evaluation.results[0], evaluation.results[-1]
+            tiles.append(("mean task reward in evaluation", f"{first:.3f} → {last:.3f}"))
+        return tiles

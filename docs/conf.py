@@ -35,6 +35,9 @@ html_theme = "furo"
 html_title = "pbrl-lightning"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # the same anchors as on GitHub

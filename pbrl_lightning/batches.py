@@ -122,6 +122,8 @@ class PreferencePair:
         target_raw_reward: The current agents' score before the processor; None in base runs.
         comparator_raw_reward: The comparator's score before the processor; None in base runs.
         tokens: Sampled token ids. Not part of the record in a round file.
+        has_rewards: False if the scores only say which side won, as for TRL's chosen and rejected texts. Not part of
+            the record either.
     """
 
     prompts: list[str]
@@ -134,6 +136,7 @@ class PreferencePair:
     target_raw_reward: float | None = None
     comparator_raw_reward: float | None = None
     tokens: PairTokens | None = None
+    has_rewards: bool = True
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class PairBatch:
         weights: Shape ``(B,)``; 1 for a pair, 0 for a row that only fills up a short rank.
         loss_scale: What the weighted sum of pair losses is multiplied by, so that Lightning's division by the
             accumulation count and averaging over ranks give the mean over all pairs of the optimizer step.
-        candidate_reward_means: Shape ``(B,)``; recorded at collection.
+        candidate_reward_means: Shape ``(B,)``; recorded at collection, NaN for pairs without rewards.
     """
 
     def __init__(

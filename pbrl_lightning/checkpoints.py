@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.durable import write_atomically
-from pbrl_lightning.utils.errors import MissingFileError
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, file_error
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
@@ -37,7 +39,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             if not isinstance(cause, OSError):
                 raise
             message = f"the checkpoint could not be written ({cause.strerror})"
-            raise type(cause)(cause.errno, message, str(path)) from error
+            raise file_error(cause, cause.errno, message, str(path)) from error
 
     @override
     def load_checkpoint(
@@ -48,8 +50,23 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 def make_durable(trainer: L.Trainer) -> None:
     """Gives a trainer durable checkpoint files, unless its checkpoints are written in a way of their own."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+    outer = trainer.strategy.checkpoint_io
+    if type(outer) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = DurableCheckpointIO()
+    elif isinstance(outer, AsyncCheckpointIO) and type(outer.checkpoint_io) is TorchCheckpointIO:
+        outer.checkpoint_io = DurableCheckpointIO()
+
+
+@contextmanager
+def saved_at_once(trainer: L.Trainer) -> Iterator[None]:
+    """Checkpoints saved inside are on disk when they are saved, also under an ``AsyncCheckpointIO``."""
+    outer = trainer.strategy.checkpoint_io
+    if isinstance(outer, AsyncCheckpointIO) and outer.checkpoint_io is not None:
+        trainer.strategy.checkpoint_io = outer.checkpoint_io
+    try:
+        yield
+    finally:
+        trainer.strategy.checkpoint_io = outer
 
 
 def checkpoint_directory(trainer: L.Trainer) -> Path | None:
@@ -73,6 +90,52 @@ def newest_checkpoint(directory: str | Path) -> Path:
             return path
         rank_zero_warn(f"the checkpoint {path} is not whole and is passed over")
     raise MissingFileError(f"there is no whole checkpoint (*.ckpt) under {str(directory)!r}")
+
+
+def read_checkpoint(path: str | Path, map_location: Any = None) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint file and what it holds, read without running code.
+
+    Args:
+        path: The file, or a run's directory for its newest checkpoint.
+        map_location: As in ``torch.load``.
+
+    Raises:
+        MissingFileError: If it does not exist.
+        ConfigurationError: If it is no checkpoint file.
+    """
+    file = Path(path)
+    if file.is_dir() and not (file / ".metadata").exists():
+        file = newest_checkpoint(file)
+    if not file.exists():
+        raise MissingFileError(f"the checkpoint {str(path)!r} does not exist")
+    if file.is_dir():
+        raise ConfigurationError(
+            f"{file} is a sharded checkpoint: make one file of it by `python -m "
+            f"lightning.pytorch.utilities.consolidate_checkpoint {file}`"
+        )
+    if map_location is None and not torch.cuda.is_available():
+        map_location = "cpu"
+    try:
+        checkpoint = torch.load(file, map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise ConfigurationError(f"{file} is no whole checkpoint: {str(error).splitlines()[0]}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ConfigurationError(f"{file} is no checkpoint of a run: it has no `state_dict`")
+    return file, checkpoint
+
+
+def dtype_of_checkpoint(path: str | Path) -> str | None:
+    """The number type of a run's weights, as its checkpoint file says; None for anything else.
+
+    Only the file's directory is read, not its weights. What is wrong with a file is left for the Trainer to report.
+    """
+    if not Path(path).is_file():
+        return None
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception:
+        return None
+    return checkpoint.get("dtype")
 
 
 def _is_whole(path: Path) -> bool:

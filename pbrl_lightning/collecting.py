@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
@@ -16,11 +19,21 @@ from pbrl_lightning.data_options import validate_items
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.modules.madpo import MADPOModule
 from pbrl_lightning.rounds import log_to, notify
-from pbrl_lightning.utils.errors import raise_together
+from pbrl_lightning.run_directory import begin_run
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 
 class PreferenceTrainer(L.Trainer):
-    """Lightning's Trainer, which can also collect preference pairs without training on them."""
+    """Lightning's Trainer, which can also name a run, and collect preference pairs without training on them.
+
+    Args:
+        run_name: What the run is called in its report and in comparisons. Runs of a name lie in
+            ``<default_root_dir>/<run_name>/version_N``, unless a logger of the user's own says where.
+        **kwargs: Those of Lightning's Trainer.
+
+    Raises:
+        ConfigurationError: If the name is none for a folder.
+    """
 
     collecting = False
     """True while :meth:`collect` is at work."""
@@ -28,11 +41,21 @@ class PreferenceTrainer(L.Trainer):
     log_interval_given = False
     """True if ``log_every_n_steps`` is the user's, even where it is Lightning's default."""
 
+    def __init__(self, *, run_name: str | None = None, **kwargs: Any) -> None:
+        if run_name is not None and not re.fullmatch(r"\w[\w.-]*", run_name):
+            raise ConfigurationError(f"`run_name` must be letters, digits, `_`, `-` and `.`, got {run_name!r}")
+        self.run_name = run_name
+        self.has_default_logger = kwargs.get("logger") in (None, True)
+        super().__init__(**kwargs)
+        if run_name is not None and self.has_default_logger and isinstance(self.logger, TensorBoardLogger | CSVLogger):
+            kind = type(self.logger)
+            self.loggers = [kind(self.default_root_dir, name=run_name, version=SLURMEnvironment.job_id())]
+
     def collect(self, model: LearnerModule, datamodule: PreferenceDataModule) -> list[PreferencePair]:
         """Collects one round of preference pairs and writes its file; nothing is trained.
 
         The pairs are those that the first round of a fit would train on. The round file goes to ``replay`` in the run's
-        log directory or to the data module's ``replay_dir``, which must not hold another run's files. What is sampled
+        directory or to the data module's ``replay_dir``, which must not hold another run's files. What is sampled
         and scored is journalled: a collection that was stopped goes on when the same command is given again.
 
         Args:
@@ -97,6 +120,7 @@ class CollectionStage(L.LightningDataModule):
         module = trainer.lightning_module
         assert isinstance(module, TeamModule)
         data.trainer = trainer
+        begin_run(trainer)
         data.start_afresh()
         validate_items(data, module)
         if data.comparator is not None:
@@ -132,7 +156,7 @@ class CollectionStage(L.LightningDataModule):
 def _check(model: LearnerModule, data: PreferenceDataModule) -> None:
     checks = [
         (not isinstance(model, TeamModule), f"a {type(model).__name__} has no team to collect with"),
-        (data.pair_paths is not None, "`pairs` must be left out: collecting makes them"),
+        (data.given_pairs is not None, "`pairs` must be left out: collecting makes them"),
         (not data.items, "`items` must be given to collect"),
         (data.oracle is None and data.judge is None, "`reward_func` or `judge` must be given to collect"),
     ]

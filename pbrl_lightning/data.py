@@ -12,27 +12,39 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.agents.sampling import SamplingConfig
-from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
+from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair, TaskItem
 from pbrl_lightning.comparators.base import Comparator
-from pbrl_lightning.data_items import load_items, resolve_file, source_names
+from pbrl_lightning.data_items import load_items, source_names
 from pbrl_lightning.data_options import validate_items, validate_options, validate_run
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
+from pbrl_lightning.generation import IndexLoader
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
-from pbrl_lightning.pair_source import PairSource, held_out_split
+from pbrl_lightning.pair_source import PairSource, held_out_split, warn_of_shared_items
 from pbrl_lightning.preferences.collector import Collection, Collector
 from pbrl_lightning.preferences.fingerprint import fingerprint
 from pbrl_lightning.preferences.oracle import Oracle
+from pbrl_lightning.preferences.pair_sources import pair_sources, read_sources
 from pbrl_lightning.preferences.pair_tokens import PairLoader, pairs_from_state, pairs_to_state
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
-from pbrl_lightning.preferences.round_files import read_pairs
 from pbrl_lightning.preferences.scoring import PreferenceJudge
 from pbrl_lightning.preferences.selection import PairSelection
+from pbrl_lightning.randomness import run_seed
 from pbrl_lightning.reporting.empty_rounds import why_no_pairs
 from pbrl_lightning.reporting.log_interval import LogInterval
 from pbrl_lightning.rollouts import RolloutLoader
-from pbrl_lightning.rounds import RoundRecord, RunProgress, completed_epochs, log_round, log_to, notify
+from pbrl_lightning.rounds import (
+    RoundRecord,
+    RunProgress,
+    batches_per_update,
+    completed_epochs,
+    log_round,
+    log_to,
+    notify,
+)
+from pbrl_lightning.run_directory import begin_run, continue_run
 from pbrl_lightning.schedule import Position, RoundSchedule
-from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.errors import ConfigurationError, OptionTypeError, RunError
+from pbrl_lightning.utils.options import record_options
 
 
 class PreferenceDataModule(L.LightningDataModule):
@@ -62,14 +74,18 @@ class PreferenceDataModule(L.LightningDataModule):
         batch_size: Pairs per batch and process; default 2, for a reward model 1.
         rollout_batch_size: Task items per rollout and process.
         train_batch_size: Task items per policy update, batch and process; default the whole rollout.
-        pairs: Files of pairs to train on instead of collecting: round files, or JSONL
-            (:func:`pbrl_lightning.preferences.text_pairs.read_pair_lines`), also as ``package:NAME/FILE``.
-        val_fraction: Share of the task items in ``pairs`` that a reward model is not fitted to but measured on; default
-            0.1 for a JointRewardModule, the only one that takes it.
+        pairs: Pairs to train on instead of collecting: a file or several (round files, ``.jsonl``, ``.jsonl.gz``,
+            ``.parquet`` …), ``datasets:NAME``, a ``datasets.Dataset``, or a list of dicts
+            (:func:`pbrl_lightning.preferences.pair_sources.read_pairs`).
+        eval_pairs: Held-out pairs of the same kinds: a MADPOModule or JointRewardModule measures its loss, accuracy and
+            margin on them after each epoch.
+        val_fraction: Share of the task items in ``pairs`` that is held out for that instead; default 0.1 for a
+            JointRewardModule, 0 for a MADPOModule. With ``eval_pairs`` nothing else is held out.
         preference_scoring_reward: Who scores new comparisons: ``task``, or in iterative MARLHF ``reward_model``, the
             last one fitted (the task reward until there is one).
-        replay_dir: Where round files go; default ``replay`` in the run's log directory.
-        seed: The run's seed: every draw is a function of it.
+        replay_dir: Where round files go; default ``replay`` in the run's directory.
+        seed: The run's seed: every draw is a function of it. Default: that of ``lightning.seed_everything`` if it was
+            called, else 0.
         max_concurrency: Most calls of an async reward or a judge at once, per process.
         num_turns: Only 1 is supported.
         joint_mode: Only ``aligned`` is supported.
@@ -96,15 +112,17 @@ class PreferenceDataModule(L.LightningDataModule):
         batch_size: int | None = None,
         rollout_batch_size: int = 2,
         train_batch_size: int | None = None,
-        pairs: list[str] | None = None,
+        pairs: Any = None,
+        eval_pairs: Any = None,
         val_fraction: float | None = None,
         preference_scoring_reward: Literal["task", "reward_model"] = "task",
         replay_dir: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         max_concurrency: int = 8,
         num_turns: int = 1,
         joint_mode: str = "aligned",
     ) -> None:
+        record_options(self, locals())
         super().__init__()
         self.comparator = comparator
         self.judge, self._judge_identity = judge, fingerprint(judge)
@@ -121,11 +139,12 @@ class PreferenceDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.rollout_batch_size = rollout_batch_size
         self.train_batch_size = train_batch_size
-        self.pair_paths = None if pairs is None else [resolve_file(path) for path in pairs]
+        self.given_pairs = None if pairs is None else pair_sources(pairs, "pairs")
+        self.given_eval_pairs = None if eval_pairs is None else pair_sources(eval_pairs, "eval_pairs")
         self.val_fraction = val_fraction
         self.preference_scoring_reward = preference_scoring_reward
-        self.seed = seed
-        self.sources = source_names(items=items, eval_items=eval_items, pairs=pairs)
+        self.seed = seed = run_seed(seed)
+        self.sources = source_names(items=items, eval_items=eval_items, pairs=pairs, eval_pairs=eval_pairs)
         validate_options(
             self,
             reward_func=reward_func,
@@ -157,7 +176,6 @@ class PreferenceDataModule(L.LightningDataModule):
         self.training_pairs: list[PreferencePair] = []
         self._tokens: list[PairTokens] | None = None
         self._held_out: tuple[list[PreferencePair], list[PairTokens]] | None = None
-        self.rollout_metrics: dict[str, float] = {}
         self.position: Position | None = None
         self._explained_empty_round = False
         if self.oracle is not None:
@@ -189,6 +207,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self._held_out = None
         if stage != "fit":
             return
+        begin_run(trainer)
         self.start_afresh()
         validate_run(self, module)
         schedule = self.schedule
@@ -197,14 +216,17 @@ class PreferenceDataModule(L.LightningDataModule):
             self.comparator.check(self._team_module.team)
         if self.oracle is not None and isinstance(module, TeamModule):
             self.oracle.view = module.team.role_view
-        if self.pair_paths is not None:
-            read_pairs(self.pair_paths)  # errors before any model is loaded
+        for given, name in ((self.given_pairs, "pairs"), (self.given_eval_pairs, "eval_pairs")):
+            if given is not None:
+                read_sources(given, name=name)  # errors before any model is loaded
         if isinstance(module, TeamModule):
             validate_items(self, module)
             if self.evaluator is None:
                 rank_zero_warn("no `eval_items` are given, so this run is not evaluated (never on the training items)")
-            # Evaluation is the JointEvaluation callback's; `teardown` lets this trainer validate again.
-            self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
+            # Evaluation is the JointEvaluation callback's, and Lightning's validation is for held-out pairs; `teardown`
+            # lets this trainer validate again.
+            if not self._holds_out_pairs:
+                self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         self._log_interval.begin(trainer)
         limit = trainer.fit_loop.max_epochs
@@ -240,25 +262,66 @@ class PreferenceDataModule(L.LightningDataModule):
         return loader
 
     @override
-    def val_dataloader(self) -> EvaluationLoader | PairLoader | list[Any]:
+    def val_dataloader(self) -> PairLoader | list[Any]:
         module = self._module
-        if not isinstance(module, TeamModule):
-            if self._held_out is None:
-                pairs = self._file_pairs()
-                if self._trainer.state.fn == "fit":
-                    pairs = held_out_split(pairs, self._held_out_fraction, self.seed)[1]
-                self._held_out = module.encode_pairs(pairs)
-            return self._pair_loader(*self._held_out, epoch=0)
         if self._trainer.state.fn == "fit":
-            return []
-        if self.evaluator is None:
-            raise ConfigurationError("`eval_items` and `reward_func` must be given to validate")
-        return EvaluationLoader(self.evaluator, module.team, self.batch_size or module.pair_batch_size)
+            return self._held_out_loader() if self._holds_out_pairs else []
+        loaders: list[Any] = []
+        if isinstance(module, TeamModule) and self.evaluator is not None:
+            loaders.append(EvaluationLoader(self.evaluator, module.team, self.batch_size or module.pair_batch_size))
+        given = self.given_eval_pairs is not None or (self.given_pairs is not None and not loaders)
+        if module.measures_pairs and given:
+            loaders.append(self._held_out_loader())
+        if not loaders:
+            needed = "`eval_items` and `reward_func`" if isinstance(module, TeamModule) else "`pairs`"
+            also = ", or `eval_pairs`," if module.measures_pairs else ""
+            raise ConfigurationError(f"{needed}{also} must be given to validate or test")
+        return loaders
+
+    @override
+    def test_dataloader(self) -> PairLoader | list[Any]:
+        return self.val_dataloader()
+
+    @property
+    def predicted_items(self) -> list[TaskItem]:
+        """What ``trainer.predict`` answers: the evaluation items, or without them the training items."""
+        return self.items if self.evaluator is None else self.evaluator.items
+
+    @override
+    def predict_dataloader(self) -> IndexLoader:
+        if not self.predicted_items:
+            raise ConfigurationError("`items` or `eval_items` must be given to predict")
+        return IndexLoader(len(self.predicted_items))
+
+    @property
+    def _holds_out_pairs(self) -> bool:
+        """True if this fit measures pairs that it is not trained on."""
+        module = self._module
+        given = self.given_eval_pairs is not None or (self.given_pairs is not None and self._held_out_fraction > 0)
+        return module.measures_pairs and given
+
+    def _held_out_loader(self) -> PairLoader:
+        """Batches of the held-out pairs; outside of a fit and without `eval_pairs`, of all `pairs`."""
+        if self._held_out is None:
+            pairs = self._read_pairs("pairs") if self.given_pairs is not None else []
+            if self.given_eval_pairs is not None:
+                training, pairs = pairs, self._read_pairs("eval_pairs")
+                warn_of_shared_items(training, pairs)
+            elif self._trainer.state.fn == "fit":
+                pairs = held_out_split(pairs, self._held_out_fraction, self.seed)[1]
+                if not pairs:
+                    rank_zero_warn(
+                        "all `pairs` have the same prompts, and `val_fraction` holds out whole task items, so none is "
+                        "held out; give `eval_pairs` to measure on held-out pairs"
+                    )
+            self._held_out = self._module.encode_pairs(pairs)
+        return self._pair_loader(*self._held_out, epoch=0)
 
     def _pair_loader(self, pairs: list[PreferencePair], tokens: list[PairTokens], epoch: int) -> PairLoader:
         trainer, module = self._trainer, self._module
         size = self.batch_size or module.pair_batch_size
-        place = (trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
+        place = (batches_per_update(trainer), trainer.global_rank, trainer.world_size, trainer.limit_train_batches)
+        epoch = 0 if trainer.overfit_batches else epoch  # type: ignore[attr-defined]  # the same batches every time
         return PairLoader(module.pair_pad_ids(), pairs, tokens, size, self.seed, self._progress.round, epoch, *place)
 
     def _rollout_loader(self, position: Position) -> RolloutLoader:
@@ -279,16 +342,17 @@ class PreferenceDataModule(L.LightningDataModule):
             self.train_batch_size or self.rollout_batch_size,
             self.seed,
             (position.round - 1) * policy_epochs + position.epoch,
-            trainer.accumulate_grad_batches,
+            batches_per_update(trainer),
             trainer.global_rank,
             trainer.world_size,
+            trainer.limit_train_batches,
+            bool(trainer.overfit_batches),  # type: ignore[attr-defined]
             self._on_rollout,
             (module,),
         )
 
     def _on_rollout(self, num_responses: int, metrics: dict[str, float]) -> None:
         self._progress.env_step += num_responses
-        self.rollout_metrics = metrics
         log_to(self._trainer, {**metrics, "env_step": self._progress.env_step})
 
     @override
@@ -304,6 +368,8 @@ class PreferenceDataModule(L.LightningDataModule):
         self._progress = RunProgress(**state_dict["progress"])
         self.training_pairs, self._tokens = pairs_from_state(state_dict["pairs"]), None
         self.pair_source.load_state_dict(state_dict)
+        if self.trainer is not None:
+            continue_run(self.trainer)
 
     def evaluate(self, num_samples: int) -> EvaluationBatch | None:
         """One joint response of the current agents to each of the first evaluation items; None without any."""
@@ -335,14 +401,16 @@ class PreferenceDataModule(L.LightningDataModule):
     @property
     def _trainer(self) -> L.Trainer:
         if self.trainer is None:
-            raise RuntimeError("the PreferenceDataModule is not attached to a Trainer; use Trainer.fit(module, data)")
+            raise RunError("the PreferenceDataModule is not attached to a Trainer; use Trainer.fit(module, data)")
         return self.trainer
 
     @property
     def _module(self) -> LearnerModule:
         module = self._trainer.lightning_module
         if not isinstance(module, LearnerModule):
-            raise TypeError(f"a PreferenceDataModule feeds the modules of this library, got {type(module).__name__}")
+            raise OptionTypeError(
+                f"a PreferenceDataModule feeds the modules of this library, got {type(module).__name__}"
+            )
         return module
 
     @property
@@ -369,8 +437,8 @@ class PreferenceDataModule(L.LightningDataModule):
             self._end_round()
             if position is None:
                 self._trainer.fit_loop.max_epochs = epoch
-                if not epoch and self.pair_paths is not None:
-                    rank_zero_warn("no pair of the files can be trained on: winner and loser are the same everywhere")
+                if not epoch and self.given_pairs is not None:
+                    rank_zero_warn("none of the `pairs` can be trained on: winner and loser are the same everywhere")
                 return None
             self.training_pairs, self._tokens = self._begin_round(position.round)
             progress.round = position.round  # not before: a run that stops in a collection has not begun the round
@@ -384,9 +452,9 @@ class PreferenceDataModule(L.LightningDataModule):
     def _begin_round(self, round_number: int) -> tuple[list[PreferencePair], list[PairTokens]]:
         """Collects or reads a round's pairs; returns those to train on and their tokens."""
         trainer, module = self._trainer, self._module
-        if self.pair_paths is not None or not module.collects_pairs:
+        if self.given_pairs is not None or not module.collects_pairs:
             notify(trainer, "on_round_start", round_number)
-            pairs = self._file_pairs() if module.collects_pairs else []
+            pairs = self._read_pairs("pairs") if module.collects_pairs else []
             return module.encode_pairs(held_out_split(pairs, self._held_out_fraction, self.seed)[0])
         self.pair_source.open(trainer)
         notify(trainer, "on_round_start", round_number)
@@ -412,11 +480,14 @@ class PreferenceDataModule(L.LightningDataModule):
         num_dropped = self.oracle.num_dropped if self.oracle is not None else 0
         rank_zero_warn(why_no_pairs(round_number, collected, num_dropped, self.iterative))
 
-    def _file_pairs(self) -> list[PreferencePair]:
-        return read_pairs(self.pair_paths or [], self._module.render_chat)
+    def _read_pairs(self, name: Literal["pairs", "eval_pairs"]) -> list[PreferencePair]:
+        sources = self.given_pairs if name == "pairs" else self.given_eval_pairs
+        return read_sources(sources or [], self._module.render_chat, name=name)
 
     @property
     def _held_out_fraction(self) -> float:
+        if self.given_eval_pairs is not None:
+            return 0.0
         return self._module.val_fraction if self.val_fraction is None else self.val_fraction
 
     def collector(self) -> Collector:

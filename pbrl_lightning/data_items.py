@@ -67,7 +67,7 @@ def source_names(**given: Any) -> dict[str, str]:
 
 
 def _source_name(given: Any) -> str:
-    if isinstance(given, list) and all(isinstance(entry, str) for entry in given):  # files of pairs
+    if isinstance(given, list | tuple) and given and all(isinstance(entry, str | Path) for entry in given):  # of pairs
         return "; ".join(_source_name(entry) for entry in given)
     if callable(given) and hasattr(given, "__qualname__"):
         return f"given in Python by `{given.__module__}:{given.__qualname__}`"

@@ -25,13 +25,13 @@ def validate_options(
     joint_mode: str,
 ) -> None:
     """Raises a ValueError that names every option of a data module that does not fit, as given and as resolved."""
-    from_files, iterative = data.pair_paths is not None, data.comparator is not None
+    from_files, iterative = data.given_pairs is not None, data.comparator is not None
     old_rounds = replay is not None and not isinstance(replay, CurrentReplay)
     checks = [
         (eval_items is not None and reward_func is None, "`reward_func` must be given with `eval_items`"),
         (
             from_files and (iterative or replay is not None),
-            "`pairs` trains on files alone and takes neither `comparator` nor `replay`",
+            "`pairs` trains on given pairs alone and takes neither `comparator` nor `replay`",
         ),
         (
             old_rounds and not iterative,
@@ -48,6 +48,10 @@ def validate_options(
         (
             data.val_fraction is not None and not 0 <= data.val_fraction < 1,
             f"`val_fraction` must be in [0, 1), got {data.val_fraction}",
+        ),
+        (
+            bool(data.val_fraction) and data.given_eval_pairs is not None,
+            "`val_fraction` and `eval_pairs` exclude each other: hold out a share of `pairs`, or give held-out pairs",
         ),
         (
             data.preference_scoring_reward not in ("task", "reward_model"),
@@ -73,9 +77,9 @@ def validate_options(
 
 def validate_run(data: PreferenceDataModule, module: LearnerModule) -> None:
     """Raises a ValueError that names everything that a module needs of a data module or cannot use."""
-    name, has_items, from_files = type(module).__name__, bool(data.items), data.pair_paths is not None
+    name, has_items, from_files = type(module).__name__, bool(data.items), data.given_pairs is not None
     has_policy, learns = module.policy_stage is not None, module.learned_reward is not None
-    pairs_only = module.collects_pairs and not has_policy and data.pair_paths is not None
+    pairs_only = module.collects_pairs and not has_policy and data.given_pairs is not None
     collects = module.collects_pairs and not from_files
     fits_alone = module.val_fraction > 0
     checks = [
@@ -87,7 +91,7 @@ def validate_run(data: PreferenceDataModule, module: LearnerModule) -> None:
         (from_files and not module.collects_pairs, f"a {name} learns from rollouts and takes no `pairs`"),
         (
             has_items and pairs_only,
-            f"`items` and `pairs` exclude each other for a {name}: collect pairs, or train on files",
+            f"`items` and `pairs` exclude each other for a {name}: collect pairs, or train on given ones",
         ),
         (
             data.batch_size is not None and not module.collects_pairs,
@@ -106,8 +110,16 @@ def validate_run(data: PreferenceDataModule, module: LearnerModule) -> None:
             "`judge` and `preference_scoring_reward: reward_model` exclude each other",
         ),
         (
-            data.val_fraction is not None and not fits_alone,
-            f"`val_fraction` is a JointRewardModule's; a {name} fits on all of the round's pairs",
+            data.val_fraction is not None and not module.measures_pairs,
+            f"`val_fraction` is for a MADPOModule or JointRewardModule; a {name} trains on all of a round's pairs",
+        ),
+        (
+            data.given_eval_pairs is not None and not module.measures_pairs,
+            f"`eval_pairs` is for a MADPOModule or JointRewardModule; a {name} takes none",
+        ),
+        (
+            bool(data.val_fraction) and module.measures_pairs and not from_files,
+            "`val_fraction` holds out a share of `pairs`; a run that collects its pairs takes `eval_pairs`",
         ),
         (
             data.preference_scoring_reward == "reward_model"

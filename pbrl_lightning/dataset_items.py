@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, MissingPackageError
 
 PREFIX: Final = "datasets:"
 """What the name of a data set begins with."""
@@ -90,7 +90,7 @@ def _library(source: str) -> Any:
     try:
         return importlib.import_module("datasets")
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackageError(
             f"{source!r} needs the `datasets` library: pip install 'pbrl-lightning[datasets]', or give the path of a "
             "JSONL file"
         ) from error

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from pbrl_lightning.utils.errors import RunError
+
 T = TypeVar("T")
 
 
@@ -14,7 +16,7 @@ class StopRequested(KeyboardInterrupt):
     """The run was asked to end, and does."""
 
 
-class OtherProcessError(RuntimeError):
+class OtherProcessError(RunError):
     """Another process of the run failed, and this one ends with it."""
 
 

@@ -17,6 +17,7 @@ from pbrl_lightning.distributed import this_process, together
 from pbrl_lightning.preferences.oracle import Oracle, accepted_keywords
 from pbrl_lightning.sharding import gathered
 from pbrl_lightning.timing import spending
+from pbrl_lightning.utils.errors import OptionTypeError, RunError
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,13 @@ class Evaluator:
         if self.metrics is not None:
             items, prompts, completions = _columns(team, rows)
             offered = {"prompts": prompts, "batch_items": items}
-            own = self.metrics(*completions, **{n: offered[n] for n in accepted_keywords(self.metrics, tuple(offered))})
+            accepted = {name: offered[name] for name in accepted_keywords(self.metrics, tuple(offered))}
+            try:
+                own = self.metrics(*completions, **accepted)
+            except Exception as error:
+                raise RunError(f"`eval_metrics` raised {type(error).__name__}: {error}") from error
             if not isinstance(own, dict):
-                raise TypeError(f"`eval_metrics` must return a dict of numbers, got {type(own).__name__}")
+                raise OptionTypeError(f"`eval_metrics` must return a dict of numbers, got {type(own).__name__}")
         return EvaluationBatch(
             rewards=torch.tensor([reward for _, rewards in parts for reward in rewards], dtype=torch.float64),
             samples=samples if team.roles is None else [_by_role(team.roles, self.items, sample) for sample in samples],

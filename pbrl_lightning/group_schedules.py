@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.errors import ConfigurationError, OptionTypeError
 
 
 class GroupSchedules(LRScheduler):
@@ -26,7 +26,7 @@ class GroupSchedules(LRScheduler):
             for each restart; lists with an entry per group have no place in it.
 
     Raises:
-        TypeError: If the factory makes something else than a schedule of steps, `ReduceLROnPlateau` among it.
+        OptionTypeError: If the factory makes something else than a schedule of steps, `ReduceLROnPlateau` among it.
         ConfigurationError: If a group lacks a name, two share one, or a schedule belongs to another optimizer.
 
     Example:
@@ -122,12 +122,12 @@ class GroupSchedules(LRScheduler):
         schedule = self._factory(view)
         kind = type(schedule).__name__
         if isinstance(schedule, ReduceLROnPlateau):
-            raise TypeError(
+            raise OptionTypeError(
                 "`lr_scheduler` must depend on the number of updates alone; ReduceLROnPlateau, which follows a "
                 "metric, is not supported"
             )
         if not isinstance(schedule, LRScheduler):
-            raise TypeError(f"`lr_scheduler` must make a torch LRScheduler, got {kind}")
+            raise OptionTypeError(f"`lr_scheduler` must make a torch LRScheduler, got {kind}")
         if schedule.optimizer is not view:
             raise ConfigurationError(
                 f"`lr_scheduler` must schedule the optimizer it is called with, but its {kind} has another"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, OptionTypeError
 
 
 def import_object(path: str) -> Any:
@@ -52,13 +52,13 @@ def resolve_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         ConfigurationError: If there is no such module or attribute, or what is there cannot be called.
-        TypeError: If ``spec`` is neither text nor callable.
+        OptionTypeError: If ``spec`` is neither text nor callable.
     """
     found = import_object(spec) if isinstance(spec, str) else spec
     if not callable(found):
         if isinstance(spec, str):
             raise ConfigurationError(f"{spec!r} must name a callable, got {found!r}")
-        raise TypeError(f"an import path or a callable is needed, got {spec!r}")
+        raise OptionTypeError(f"an import path or a callable is needed, got {spec!r}")
     return found
 
 

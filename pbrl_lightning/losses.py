@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from pbrl_lightning.utils.errors import NonFiniteLossError
+
 
 def bradley_terry_losses(winner: Tensor, loser: Tensor) -> Tensor:
     """Negative log-likelihood of each observed preference under Bradley-Terry.
@@ -192,11 +194,11 @@ def require_finite(loss: Tensor, quantities: dict[str, Tensor], where: str) -> N
         where: Which batch.
 
     Raises:
-        FloatingPointError: If the loss is NaN or infinite.
+        NonFiniteLossError: If the loss is NaN or infinite.
     """
     if not torch.isfinite(loss):
         guilty = [name for name, value in quantities.items() if not torch.isfinite(value).all()]
-        raise FloatingPointError(
+        raise NonFiniteLossError(
             f"the loss of {where} is {loss.item()}; not finite: {', '.join(guilty) or 'the loss alone'}. "
             "No weight was changed by this batch. Lower the learning rate, or train in float32 or bfloat16"
         )

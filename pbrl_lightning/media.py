@@ -12,7 +12,7 @@ import numpy as np
 from lightning.pytorch.loggers import CSVLogger
 
 from pbrl_lightning.figures import pixels, png
-from pbrl_lightning.samples import Cell, markdown_table
+from pbrl_lightning.samples import Cell, wrapped_table
 from pbrl_lightning.timing import spending
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def log_table(trainer: L.Trainer, name: str, columns: list[str], rows: list[list
         elif isinstance(logger, CSVLogger):
             _append(_place(logger, "tables", name, ".csv"), ["step", *columns], [[step, *row] for row in rows])
         elif (add_text := _experiments(logger, "add_text")) is not None:
-            add_text(name, markdown_table(columns, rows), step)
+            add_text(name, wrapped_table(columns, rows), step)
 
 
 @spending("saving")

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PreferencePair, TaskItem
@@ -24,8 +24,10 @@ from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.round_files import RoundStore, owned_by
 from pbrl_lightning.preferences.round_mirror import mirror_round, restore_rounds
 from pbrl_lightning.randomness import counted_generator, counted_permutation
-from pbrl_lightning.rounds import RoundRecord, notify
+from pbrl_lightning.rounds import RoundRecord, collection_details, notify
+from pbrl_lightning.run_directory import run_directory
 from pbrl_lightning.sharding import gathered
+from pbrl_lightning.utils.errors import RunError
 
 _JOURNAL_NAME = re.compile(r"round_\d{4,}-[0-9a-f]{32}")
 
@@ -35,7 +37,7 @@ class PairSource:
 
     Args:
         replay: Which stored pairs a round trains on.
-        replay_dir: Where round files go; None for ``replay`` in the run's log directory.
+        replay_dir: Where round files go; None for ``replay`` in the run's directory.
 
     Attributes:
         records: What happened, one per round.
@@ -88,6 +90,7 @@ class PairSource:
             first_step=trainer.global_step,
             seconds=seconds,
             tokens_per_second=collected.num_tokens / max(seconds, 1e-9),
+            details=collection_details(collected),
         )
         # A collection that was stopped before its round had begun is not counted twice.
         self.records = [known for known in self.records if known.round < round_number] + [record]
@@ -120,7 +123,7 @@ class PairSource:
         notify(trainer, "on_collection_end", round_number)
         remote = collector.comparator is not None and collector.comparator.is_remote
         if remote and count and not collected.num_comparator_responses:
-            raise RuntimeError(f"the comparator gave no joint response to any task item of round {round_number}")
+            raise RunError(f"the comparator gave no joint response to any task item of round {round_number}")
         return collected
 
     def _journal(
@@ -191,7 +194,12 @@ class PairSource:
         # A checkpoint may come from elsewhere: what it names is written to only if it is this run's own.
         if self._replay_dir is None and restored is not None and owned_by(directory, restored["run_id"]):
             return directory
-        return self._replay_dir or Path(trainer.log_dir or trainer.default_root_dir) / "replay"
+        return self._replay_dir or run_directory(trainer) / "replay"
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the round files are; None before there are any."""
+        return self._store.directory if self._store is not None else None
 
     def state_dict(self) -> dict[str, Any]:
         """Records, and the index of the round files."""
@@ -209,6 +217,17 @@ class PairSource:
         self.records = [RoundRecord(**record) for record in state["rounds"]]
         self._restored_store, self._restored_dir = state["store"], state["replay_dir"]
         self._stale_journals = [name for name in state["journals"] if _JOURNAL_NAME.fullmatch(name)]
+
+
+def warn_of_shared_items(training: list[PreferencePair], held_out: list[PreferencePair]) -> None:
+    """Warns if held-out pairs are of task items that are trained on."""
+    trained = {tuple(pair.prompts) for pair in training}
+    shared = sum(any(pair.prompts) and tuple(pair.prompts) in trained for pair in held_out)
+    if shared:
+        rank_zero_warn(
+            f"{shared} of the {len(held_out)} `eval_pairs` have the prompts of pairs that are trained on, so their "
+            "loss and accuracy do not show how well pairs of other task items are ordered"
+        )
 
 
 def held_out_split(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Literal, get_args
 
 import torch
@@ -65,3 +66,13 @@ def counted_uniforms(
 def counted_permutation(length: int, generator: torch.Generator) -> list[int]:
     """A shuffled ``range(length)``."""
     return torch.randperm(length, generator=generator).tolist()
+
+
+def run_seed(seed: int | None) -> int:
+    """The seed of a run.
+
+    Args:
+        seed: As given; None takes the seed of ``lightning.seed_everything``, which hands it on in the environment to
+            the processes of a run, or 0 where it was not called.
+    """
+    return int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed

@@ -11,77 +11,17 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
 
-from pbrl_lightning.curves import Curve
-from pbrl_lightning.figures import curve_figure, reward_figure, svg
+from pbrl_lightning.curves import CAPACITY, SMOOTHED_FROM, SMOOTHING, Curve
+from pbrl_lightning.figures import LINES, curve_figure, reward_figure, svg
+from pbrl_lightning.panels import PANELS, Panel, Panels, clean, filled_panels, is_drawn, learning_panels, single
+from pbrl_lightning.report_style import PAGE, STYLE
 from pbrl_lightning.samples import JointSample
+from pbrl_lightning.timing import duration
+
+__all__ = ["LONGEST_TEXT", "PANELS", "Panel", "RunSummary", "learning_panels", "render", "render_page"]
 
 LONGEST_TEXT: Final = 6000
 """Characters of a text that are shown."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Curves that are drawn together.
-
-    Attributes:
-        title: Above them.
-        names: What is logged, and what the legend calls it.
-        unit: Of the values.
-        learning: False if it says how the run went, and nothing of what was learned.
-    """
-
-    title: str
-    names: dict[str, str]
-    unit: str = ""
-    learning: bool = True
-
-
-_SIDES: Final = {"collect/reward_mean": "current agents", "collect/comparator_reward_mean": "comparator"}
-_FITTED: Final = ("training pairs", "held-out pairs")
-_ACTIVITIES: Final = ("sampling", "scoring", "tokenising", "training", "evaluating", "saving", "other")
-
-PANELS: Final = (
-    Panel("Evaluation: mean task reward", {"eval/turn_1/reward_mean": "evaluation items"}),
-    Panel("Collection: mean score of a round", _SIDES),
-    Panel("Reward of what is trained on", {"turn_1/reward_mean": "training"}),
-    Panel("MADPO loss", {"train/loss": "loss"}, "nats"),
-    Panel("Joint margin of the pairs", {"train/margin": "margin"}, "nats"),
-    Panel("Pairs with a positive margin", {"train/preference_accuracy": "share"}, "share"),
-    Panel("Reward model: loss", {"reward/loss": _FITTED[0], "reward/val_loss": _FITTED[1]}, "nats"),
-    Panel("Reward model: accuracy", {"reward/accuracy": _FITTED[0], "reward/val_accuracy": _FITTED[1]}, "share"),
-    Panel("Reward model: margin", {"reward/margin": _FITTED[0], "reward/val_margin": _FITTED[1]}),
-    Panel("Reward model: calibration error", {"reward/val_calibration_error": _FITTED[1]}),
-    Panel("Policy loss", {"policy/loss": "loss"}),
-    Panel("Log-probability of a response", {"policy/logp": "mean"}, "nats"),
-    Panel("KL against the reference", {"policy/kl": "mean of a response"}, "nats"),
-    Panel("Critics' loss", {"value/loss": "loss"}),
-    Panel(
-        "Pairs of a round",
-        {"iter/current_preference_pairs": "collected", "iter/train_preference_pairs": "trained on"},
-        learning=False,
-    ),
-    Panel(
-        "Tokens per second",
-        {
-            "collect/tokens_per_second": "collection",
-            "rollout/tokens_per_second": "rollouts",
-            "train/tokens_per_second": "training",
-        },
-        learning=False,
-    ),
-    Panel("Time of a round", {f"time/{name}": name for name in _ACTIVITIES}, "seconds", learning=False),
-)
-_NOT_DRAWN: Final = {
-    "epoch",
-    "env_step",
-    "eval/turn_1/expected_return",
-    "turn_1/expected_return",
-    "iter/current_iteration",
-    "iter/total_preference_pairs",
-    "collect/seconds",
-    "time/round",
-    "rollout/scored_responses",
-}
 
 
 @dataclass
@@ -89,7 +29,7 @@ class RunSummary:
     """What a report is made from; of bounded size, whatever the length of the run, but for the table of rounds.
 
     Attributes:
-        title: The module's name.
+        title: The run's name.
         facts: One line each below the title.
         curves: By what is logged.
         rounds: Rows of the table of rounds, its head first; empty without rounds.
@@ -97,6 +37,13 @@ class RunSummary:
         before: Joint responses to evaluation items before the first update.
         after: Those of the last evaluation.
         pairs: Winners and losers by round.
+        module: The module's name.
+        models: The models, a line each, in Markdown.
+        tiles: Labels and values that are shown large: when the run was started, how long it took ….
+        phases: Seconds by activity.
+        options: Headings, each with names and values in Markdown of the options that matter.
+        changed: What the user set, as YAML; empty where it is not known.
+        configuration: All options, as YAML; empty where they are not known.
     """
 
     title: str
@@ -107,11 +54,23 @@ class RunSummary:
     before: Sequence[JointSample] = ()
     after: Sequence[JointSample] = ()
     pairs: Mapping[int, Sequence[JointSample]] = field(default_factory=dict)
+    module: str = ""
+    models: Sequence[str] = ()
+    tiles: Sequence[tuple[str, str]] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
+    options: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
+    changed: str = ""
+    configuration: str = ""
 
 
 def render(run: RunSummary) -> str:
     """The page."""
+    header = _kind(run) + _tiles(run.tiles)
+    if run.facts:
+        header += f'<ul class="facts">{"".join(f"<li>{_text(fact)}</li>" for fact in run.facts)}</ul>'
     sections = [
+        ("Time", _phases(run.phases)),
+        ("Options", _options(run)),
         ("Curves", _curves(run.curves)),
         ("Rounds", _table(run.rounds) if len(run.rounds) > 1 else ""),
         ("Rewards of all candidates and of selected pairs", _distributions(run.distributions)),
@@ -119,9 +78,19 @@ def render(run: RunSummary) -> str:
         ("Preference pairs", "".join(_pairs(number, samples) for number, samples in run.pairs.items())),
         ("What was cut or dropped", _counts(run.curves)),
     ]
-    body = "\n".join(f"<section><h2>{escape(title)}</h2>\n{text}</section>" for title, text in sections if text)
-    facts = "".join(f"<li>{_text(fact)}</li>" for fact in run.facts)
-    return _PAGE.format(title=_text(run.title), style=_CSS, facts=facts, body=body)
+    return render_page(run.title, header, sections)
+
+
+def render_page(title: str, header: str, sections: Sequence[tuple[str, str]]) -> str:
+    """A page in the style of a report.
+
+    Args:
+        title: Any text.
+        header: HTML below it.
+        sections: Headings (any text) and HTML; those without HTML are left out.
+    """
+    body = "\n".join(f"<section><h2>{escape(heading)}</h2>\n{html}</section>" for heading, html in sections if html)
+    return PAGE.format(title=_text(title), style=STYLE, header=header, body=body)
 
 
 def _text(value: str) -> str:
@@ -129,41 +98,112 @@ def _text(value: str) -> str:
     hidden = len(value) - LONGEST_TEXT
     if hidden > 0:
         value = value[:LONGEST_TEXT] + f" … ({hidden} more characters)"
-    return escape(_clean(value))
+    return escape(clean(value))
 
 
-def _clean(value: str) -> str:
-    """Characters that no page and no figure may hold are replaced."""
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", value)
+def _markdown(value: str) -> str:
+    """A line of Markdown whose only markup is code, as HTML."""
+    parts = re.split(r"(`+)(.*?)\1", value)  # a text, then fence, code and text again and again
+    html = [_text(parts[0])]
+    for code, text in zip(parts[2::3], parts[3::3], strict=True):
+        html.append(f"<code>{_text(code.strip())}</code>{_text(text)}")
+    return "".join(html)
 
 
 def _number(value: float | None) -> str:
     return "no score" if value is None else f"{value:.3f}"
 
 
-def learning_panels(curves: Mapping[str, Curve]) -> list[tuple[Panel, dict[str, Curve]]]:
-    """What shows how well was learned, and its curves by what the legend calls them."""
-    return [(panel, found) for panel, found in _filled(curves) if panel.learning]
+def _kind(run: RunSummary) -> str:
+    """Module and models."""
+    module = [f"<code>{_text(run.module)}</code>"] if run.module else []
+    parts = [*module, *map(_markdown, run.models)]
+    return f'<p class="kind">{" · ".join(parts)}</p>' if parts else ""
 
 
-def _filled(curves: Mapping[str, Curve]) -> list[tuple[Panel, dict[str, Curve]]]:
-    """The panels that have something to draw."""
-    known = {name for panel in PANELS for name in panel.names} | _NOT_DRAWN
-    own = sorted(name for name in curves if name.startswith("eval/") and name not in known)
-    filled = []
-    for panel in [*PANELS, *(Panel(_clean(name), {name: _clean(name)}) for name in own)]:
-        found = {label: curves[name] for name, label in panel.names.items() if name in curves and len(curves[name])}
-        if found:
-            filled.append((panel, found))
-    return filled
+def _tiles(tiles: Sequence[tuple[str, str]]) -> str:
+    """Labels and values, large."""
+    cells = [f'<div class="tile"><span>{_text(label)}</span><b>{_text(value)}</b></div>' for label, value in tiles]
+    return f'<div class="tiles">{"".join(cells)}</div>' if cells else ""
+
+
+def _phases(phases: Mapping[str, float]) -> str:
+    """A bar of what the time was spent on, and the seconds and shares behind it."""
+    total = sum(phases.values())
+    if not total:
+        return ""
+    bar, rows = [], []
+    for place, (name, seconds) in enumerate(phases.items()):
+        color = f"background: var(--line-{place % len(LINES)})"
+        share = 100 * seconds / total
+        bar.append(f'<span style="width: {share:.2f}%; {color}" title="{_text(name)}"></span>')
+        mark = f'<i style="{color}"></i>{_text(name)}'
+        rows.append(f"<tr><td>{mark}</td><td>{_text(duration(seconds))}</td><td>{share:.0f} %</td></tr>")
+    head = "<tr><th>spent on</th><th>time</th><th>share</th></tr>"
+    return f'<div class="bar">{"".join(bar)}</div><table class="phases">{head}{"".join(rows)}</table>'
+
+
+def _options(run: RunSummary) -> str:
+    """The options that matter, then all of them folded."""
+    groups = []
+    for heading, options in run.options:
+        rows = "".join(f"<dt>{_markdown(name)}</dt><dd>{_markdown(value)}</dd>" for name, value in options)
+        groups.append(f"<div><h3>{_text(heading)}</h3><dl>{rows}</dl></div>" if rows else "")
+    folded = _folded("what was set, as a configuration", run.changed) + _folded("all options", run.configuration)
+    return (f'<div class="options">{"".join(groups)}</div>' if any(groups) else "") + folded
+
+
+def _folded(summary: str, text: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary><pre>{escape(clean(text))}</pre></details>" if text else ""
 
 
 def _curves(curves: Mapping[str, Curve]) -> str:
-    drawn = [
-        _figure(svg(curve_figure(panel.title, found, panel.unit), panel.title), panel.title)
-        for panel, found in _filled(curves)
+    """Single numbers as tiles, the rest as figures, and how to read them."""
+    panels = filled_panels(curves)
+    numbers = [
+        tile
+        for panel, lines in panels
+        # The seconds of a single round are those of the run, which stand further up.
+        if single(lines) and not all(name.startswith("time/") for name in panel.names)
+        for tile in _number_tiles(panel, lines)
     ]
-    return f'<div class="figures">{"".join(drawn)}</div>' if drawn else ""
+    drawn = [(panel, lines) for panel, lines in panels if not single(lines)]
+    return _tiles(numbers) + _caption(drawn) + draw_panels(drawn)
+
+
+def _number_tiles(panel: Panel, lines: Mapping[str, Curve]) -> list[tuple[str, str]]:
+    """What a panel of one point each says."""
+    tiles = []
+    for label, curve in lines.items():
+        low, high = curve.band()
+        error = "" if high[0] != high[0] else f" ± {(high[0] - low[0]) / 2:.2g}"
+        name = panel.title if len(panel.names) == 1 else f"{panel.title}: {label}"
+        tiles.append((name + (f" ({panel.unit})" if panel.unit else ""), f"{curve.values[0]:.4g}{error}"))
+    return tiles
+
+
+def _caption(panels: Panels) -> str:
+    """How to read the curves, as far as there is such a one."""
+    curves = [curve for _, lines in panels for curve in lines.values()]
+    parts = []
+    if any(len(curve) >= SMOOTHED_FROM for curve in curves):
+        parts.append(
+            f"Curves of {SMOOTHED_FROM} points or more are smoothed: the faint line is what was logged, the other one "
+            f"its exponential moving average with weight {SMOOTHING:g} of the past."
+        )
+    if any(curve.stride > 1 for curve in curves):
+        parts.append(f"Curves of more than {CAPACITY} values show means of neighboring values.")
+    if any(curve.error is not None for curve in curves):
+        parts.append("Bands are one standard error of the mean to each side.")
+    return f'<p class="caption">{escape(" ".join(parts))}</p>' if parts else ""
+
+
+def draw_panels(panels: Panels) -> str:
+    """Panels as figures in a grid."""
+    figures = [
+        _figure(svg(curve_figure(panel.title, lines, panel.unit), panel.title), panel.title) for panel, lines in panels
+    ]
+    return f'<div class="figures">{"".join(figures)}</div>' if figures else ""
 
 
 def _figure(image: str, name: str) -> str:
@@ -171,11 +211,11 @@ def _figure(image: str, name: str) -> str:
 
 
 def _distributions(distributions: Sequence[Mapping[str, Any]]) -> str:
-    drawn = [
-        _figure(svg(reward_figure(found), f"rewards {place}"), f"rewards of round {found['iteration']}")
-        for place, found in enumerate(distributions)
+    figures = [
+        _figure(svg(reward_figure(rewards), f"rewards {place}"), f"rewards of round {rewards['iteration']}")
+        for place, rewards in enumerate(distributions)
     ]
-    return f'<div class="figures">{"".join(drawn)}</div>' if drawn else ""
+    return f'<div class="figures">{"".join(figures)}</div>' if figures else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -185,12 +225,12 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _joint(sample: JointSample, title: str) -> str:
-    """One joint response: a line of title and score, then what each agent said."""
-    said = [
+    """One joint response: a line of title and score, then each agent's text."""
+    texts = [
         f'<div class="agent"><span>agent {agent}</span><pre>{_text(text)}</pre></div>'
         for agent, text in enumerate(sample.completions)
     ]
-    return f'<div class="joint"><h4>{_text(title)} · {_number(sample.reward)}</h4>{"".join(said)}</div>'
+    return f'<div class="joint"><h4>{_text(title)} · {_number(sample.reward)}</h4>{"".join(texts)}</div>'
 
 
 def _prompts(prompts: Sequence[str]) -> str:
@@ -223,49 +263,10 @@ def _pairs(round_number: int, samples: Sequence[JointSample]) -> str:
 
 def _counts(curves: Mapping[str, Curve]) -> str:
     """What was counted at least once."""
-    known = {name for panel in PANELS for name in panel.names} | _NOT_DRAWN
-    counted = {
+    counts = {
         name.removeprefix("collect/").replace("_", " "): curve.last
         for name, curve in curves.items()
-        if name.startswith("collect/") and name not in known
+        if name.startswith("collect/") and not is_drawn(name)
     }
-    rows = [(name, f"{count:g}") for name, count in counted.items() if count]
+    rows = [(name, f"{count:g}") for name, count in counts.items() if count]
     return _table([("what", "so far"), *rows]) if rows else ""
-
-
-_CSS: Final = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2em auto; max-width: 1180px;
-  padding: 0 1em; }
-h1 { margin-bottom: 0; } h2 { border-bottom: 1px solid #ddd; margin-top: 2em; } h3 { margin: 1.2em 0 .3em; }
-h4 { margin: 0 0 .4em; font-size: 1em; }
-ul.facts { list-style: none; padding: 0; color: #555; margin-top: .3em; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 1em; }
-figure { margin: 0; } figure svg { width: 100%; height: auto; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { padding: .25em .8em; border-bottom: 1px solid #e4e4e4; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-article { border: 1px solid #e4e4e4; border-radius: 6px; padding: .6em .9em; margin: .8em 0; }
-article h3 { margin-top: 0; } details { margin-bottom: .6em; color: #555; }
-.both { display: grid; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); gap: 1.2em; }
-.agent span { font-size: .85em; color: #777; }
-pre { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate;
-  background: #f6f7f9; border-radius: 4px; padding: .5em .6em; margin: .1em 0 .6em; max-height: 22em;
-  overflow-y: auto; }
-"""
-
-_PAGE: Final = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<ul class="facts">{facts}</ul>
-{body}
-</body>
-</html>
-"""

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from pbrl_lightning.agents.sampling import SamplingConfig
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import RolloutBatch, TaskItem, TeamSample, TokenBatch
+from pbrl_lightning.curves import standard_error
 from pbrl_lightning.distributed import gather_by_index, together
 from pbrl_lightning.preferences.oracle import Oracle
-from pbrl_lightning.preferences.pair_tokens import collate_rows
+from pbrl_lightning.preferences.pair_tokens import collate_rows, used_batches
 from pbrl_lightning.randomness import counted_generator, counted_permutation
 from pbrl_lightning.sharding import gathered
 from pbrl_lightning.timing import spending
@@ -133,6 +134,8 @@ class RolloutLoader:
         accumulation: Batches per optimizer step.
         rank: This process.
         world_size: Number of processes.
+        limit: As in :class:`~pbrl_lightning.preferences.pair_tokens.PairLoader`.
+        same_items: Every epoch takes the items in the same order, as ``overfit_batches`` asks.
         on_rollout: Called with the number of joint responses sampled (over all processes) and what is to be logged.
         models: What speaks and scores, where a sharded strategy has shared it out.
     """
@@ -149,11 +152,14 @@ class RolloutLoader:
     accumulation: int = 1
     rank: int = 0
     world_size: int = 1
+    limit: int | float = 1.0
+    same_items: bool = False
     on_rollout: Callable[[int, dict[str, float]], None] | None = None
     models: tuple[nn.Module, ...] = ()
 
     def __post_init__(self) -> None:
         self._start = self._position = 0
+        self._repeat = False
         self._rollout: Rollout | None = None
         self._everyones: list[dict[str, Any]] = []
 
@@ -162,11 +168,13 @@ class RolloutLoader:
 
     def __iter__(self) -> Iterator[RolloutBatch]:
         plan = self._plan()
-        order = counted_permutation(len(self.items), counted_generator(self.seed, "order", self.epoch, item=1))
+        epoch = 0 if self.same_items else self.epoch
+        order = counted_permutation(len(self.items), counted_generator(self.seed, "order", epoch, item=1))
         begin, self._start = self._start, 0
+        repeat, self._repeat = self._repeat, False
         for position in range(begin, len(plan)):
             rollout_index, start, stop = plan[position]
-            if start == 0:
+            if start == 0 and not (repeat and position == begin):
                 self._rollout = self._sample(self._global_items(order, rollout_index))
             assert self._rollout is not None  # begun here, or restored from a checkpoint
             batch = self._minibatch(self._rollout, order, plan, position, start, stop)
@@ -186,7 +194,8 @@ class RolloutLoader:
         """
         self._start = self._position = state["position"] % max(1, len(self))
         self._everyones, self._rollout = state["rollouts"], None
-        begun = self._start > 0 and self._plan()[self._start][1] > 0
+        self._repeat = state.get("repeat", False)  # the rollout's first minibatch was not trained on
+        begun = self._repeat or (self._start > 0 and self._plan()[self._start][1] > 0)
         if begun and len(self._everyones) != self.world_size:
             raise ConfigurationError(
                 f"the checkpoint lies within a rollout of {len(self._everyones)} processes, and can only be gone on "
@@ -277,9 +286,12 @@ class RolloutLoader:
         metrics = {"rollout/scored_responses": float(len(found)), "rollout/tokens_per_second": tokens_per_second}
         if len(found):
             metrics["turn_1/reward_mean"] = metrics["turn_1/expected_return"] = found.mean().item()
+            if (error := standard_error(found.tolist())) is not None:
+                metrics["turn_1/reward_standard_error"] = error
         if self.learner.kl_coef:
             kl, clamped = everything["kl"].unbind(1)
             metrics |= {"policy/kl": kl.mean().item(), "policy/kl_clamped_tokens": clamped.sum().item()}
+            metrics |= {f"policy/kl/agent_{i}": mean.item() for i, mean in enumerate(kl.mean((0, 2)))}  # of (B, N, G)
         self.on_rollout(num_responses, metrics)
 
     def _score(self, items: list[TaskItem], samples: list[TeamSample]) -> tuple[Tensor, Tensor]:
@@ -341,8 +353,8 @@ class RolloutLoader:
         count = self.learner.num_generations
         rows = slice(start * count, stop * count)
         items = len(rollout.agent_rows[0]) // count
-        step = position // self.accumulation
-        batches = plan[step * self.accumulation : (step + 1) * self.accumulation]
+        first = position - position % self.accumulation
+        batches = plan[first : min(first + self.accumulation, used_batches(len(plan), self.limit))]
         step_items = sum(self._global_count(order, *batch) for batch in batches)
         # Responses without a score are left out of the mean over the responses of their optimizer step.
         same = [batch for batch in batches if batch[0] == plan[position][0]]

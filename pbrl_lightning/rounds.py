@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from pbrl_lightning.curves import standard_error
+from pbrl_lightning.samples import mean_lengths
 
 if TYPE_CHECKING:
     from pbrl_lightning.preferences.collector import Collection
@@ -25,6 +31,7 @@ class RoundRecord:
         first_step: Optimizer steps made before this round's training.
         seconds: Time of the collection.
         tokens_per_second: Sampled tokens over that time.
+        details: More of the collection by logged name: standard errors, win rate, lengths of responses.
     """
 
     round: int
@@ -35,6 +42,7 @@ class RoundRecord:
     first_step: int
     seconds: float
     tokens_per_second: float
+    details: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """What loggers get; means that do not exist are left out."""
@@ -49,7 +57,25 @@ class RoundRecord:
             metrics["collect/reward_mean"] = self.reward_mean
         if self.comparator_reward_mean is not None:
             metrics["collect/comparator_reward_mean"] = self.comparator_reward_mean
-        return metrics
+        return metrics | self.details
+
+
+def collection_details(collected: Collection) -> dict[str, float]:
+    """What is logged of a collection besides its means.
+
+    Standard errors of mean scores and of the win rate take scored responses and comparisons as independent.
+    """
+    outcomes = collected.outcomes
+    errors = {
+        "collect/reward_standard_error": standard_error(collected.actor_rewards),
+        "collect/comparator_reward_standard_error": standard_error(collected.comparator_rewards),
+        "collect/win_rate_standard_error": standard_error(outcomes),
+    }
+    details = {name: error for name, error in errors.items() if error is not None}
+    if outcomes:
+        details["collect/win_rate"] = fmean(outcomes)
+        details["collect/tie_rate"] = outcomes.count(0.5) / len(outcomes)
+    return details | {f"collect/{name}": mean for name, mean in mean_lengths(collected.response_tokens).items()}
 
 
 @dataclass
@@ -122,13 +148,29 @@ def completed_epochs(trainer: L.Trainer) -> int:
     return trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
 
 
+def batches_per_update(trainer: L.Trainer) -> int:
+    """Batches per optimizer step of the epoch that begins; Lightning sets it after the epoch's loader is built."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            return callback.get_accumulate_grad_batches(completed_epochs(trainer))
+    return trainer.accumulate_grad_batches
+
+
 def writes_logs(trainer: L.Trainer) -> bool:
     """True if a run has a logger; a trial run has only a stand-in."""
     return bool(trainer.loggers) and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 
-def log_to(trainer: L.Trainer, metrics: Mapping[str, float]) -> None:
-    """Writes numbers to every logger at the current optimizer step, outside of Lightning's logging interval."""
+def log_to(trainer: L.Trainer, metrics: Mapping[str, float], monitored: bool = True) -> None:
+    """Writes numbers to every logger at the current optimizer step, outside of Lightning's logging interval.
+
+    Args:
+        trainer: Whose loggers.
+        metrics: Numbers by name.
+        monitored: ``ModelCheckpoint`` and ``EarlyStopping`` see them too.
+    """
+    if monitored:
+        trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in metrics.items()})
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=trainer.global_step)
 

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Final
 
-from pbrl_lightning.batches import EvaluationBatch, PreferencePair
+from pbrl_lightning.batches import EvaluationBatch, PreferencePair, TeamSample
 
 Cell = str | float | int | None
+
+TABLE_WIDTH: Final = 96
+"""Characters of a line of a wrapped table; TensorBoard shows so many on a screen of 1400 pixels."""
+SHORT_CELL: Final = 24
+"""Characters of the longest text in a column that is not one of long texts."""
+SHORT_WIDTH: Final = 14
+"""Characters at which such a column is wrapped."""
+NARROWEST: Final = 20
+"""Characters that a column of long texts has in any case."""
+MOST_LINES: Final = 24
+"""Lines of a text that are shown in a wrapped table."""
+
+_MARKUP: Final = re.compile(r"[^\w\s.,:;?/%=@…-]|_|\\")
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,30 @@ def evaluated_samples(batch: EvaluationBatch) -> list[JointSample]:
         )
         for (sample, index), reward in zip(rows, batch.rewards.tolist(), strict=True)
     ]
+
+
+def response_tokens(sample: TeamSample) -> list[list[int]]:
+    """Tokens of each joint response, ``N`` lists of counts, EOS included.
+
+    Empty where tokens belong to no single agent, or where they are not known.
+    """
+    lengths = [[len(responses[index].token_ids) for index in sample.joint_indices] for responses in sample.responses]
+    return lengths if not sample.joint_tokens and any(map(any, lengths)) else []
+
+
+def mean_lengths(response_tokens: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Mean tokens of a response as ``response_length/agent_0`` …, for agents that have any."""
+    return {
+        f"response_length/agent_{agent}": sum(counts) / len(counts)
+        for agent, counts in enumerate(response_tokens)
+        if counts
+    }
+
+
+def evaluated_lengths(batch: EvaluationBatch) -> dict[str, float]:
+    """:func:`mean_lengths` of an evaluation."""
+    samples = [tokens for sample in batch.samples if (tokens := response_tokens(sample))]
+    return mean_lengths([list(chain.from_iterable(agent)) for agent in zip(*samples, strict=True)])
 
 
 def pair_samples(pairs: Sequence[PreferencePair], num_items: int) -> list[JointSample]:
@@ -73,14 +114,33 @@ def _sides(pair: PreferencePair) -> tuple[str, str]:
 
 
 def table_of(samples: Sequence[JointSample]) -> tuple[list[str], list[list[Cell]]]:
-    """Column names and rows: item, side (where there are sides), reward and a column per agent."""
+    """Column names and rows: item, side (where there are sides), reward, prompt and a column per agent."""
     num_agents = max((len(sample.completions) for sample in samples), default=0)
     sided = any(sample.side for sample in samples)
-    columns = ["item", *(["side"] if sided else []), "reward", *(f"agent {agent}" for agent in range(num_agents))]
+    columns = ["item", *(["side"] if sided else []), "reward", "prompt", *(f"agent {i}" for i in range(num_agents))]
     rows: list[list[Cell]] = [
-        [sample.item, *([sample.side] if sided else []), sample.reward, *sample.completions] for sample in samples
+        [
+            sample.item,
+            *([sample.side] if sided else []),
+            sample.reward,
+            joint_prompt(sample.prompts),
+            *sample.completions,
+        ]
+        for sample in samples
     ]
     return columns, rows
+
+
+def joint_prompt(prompts: Sequence[str]) -> str:
+    r"""The prompts of ``N`` agents as one text: once if they are all the same.
+
+    Example:
+        >>> joint_prompt(["Name a fruit.", "Name a color."])
+        'agent 0: Name a fruit.\nagent 1: Name a color.'
+    """
+    if len(set(prompts)) <= 1:
+        return "".join(prompts[:1])
+    return "\n".join(f"agent {agent}: {prompt}" for agent, prompt in enumerate(prompts))
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
@@ -95,11 +155,71 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> st
     """
 
     def cell(value: Cell) -> str:
-        if isinstance(value, str):
-            return " ".join(value.replace("|", "\\|").splitlines())
-        if value is None:
-            return "-"
-        return f"{value:.3f}" if isinstance(value, float) else str(value)
+        return " ".join(cell_text(value).replace("|", "\\|").splitlines())
 
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(map(cell, row)) + " |" for row in rows)])
+
+
+def cell_text(value: Cell) -> str:
+    """A cell as text; a hyphen for None, floats with three decimals."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def wrapped_cells(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[list[list[str]]]:
+    """A table whose texts are wrapped by words and folded where they are long.
+
+    Args:
+        columns: Names.
+        rows: One cell per column.
+
+    Returns:
+        Rows of cells of lines, the names first. Short columns are as wide as they need, those of long texts share what
+        is left of :data:`TABLE_WIDTH`.
+    """
+    texts = [list(columns), *([cell_text(value) for value in row] for row in rows)]
+    cells: list[list[list[str]]] = [[] for _ in texts]
+    longest = [max(len(text) for text in column) for column in zip(*texts, strict=True)]
+    num_long = sum(length > SHORT_CELL for length in longest)
+    left = TABLE_WIDTH - sum(min(length, SHORT_WIDTH) for length in longest if length <= SHORT_CELL)
+    for column, length in zip(zip(*texts, strict=True), longest, strict=True):
+        width = SHORT_WIDTH if length <= SHORT_CELL else max(NARROWEST, left // num_long)
+        for row, text in zip(cells, column, strict=True):
+            row.append(_wrapped(text, width))
+    return cells
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most ``width`` characters; of a text that needs more than ``MOST_LINES`` its beginning and end."""
+    options = {"width": width, "replace_whitespace": False, "drop_whitespace": True, "break_on_hyphens": False}
+    lines = [line for part in text.splitlines() for line in (textwrap.wrap(part.expandtabs(4), **options) or [""])]  # type: ignore[arg-type]
+    hidden = len(lines) - MOST_LINES
+    if hidden <= 0:
+        return lines or [""]
+    half = MOST_LINES // 2
+    return [*lines[:half], f"… {hidden} lines …", *lines[-half:]]
+
+
+def wrapped_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """A table as Markdown for TensorBoard, its lines broken by words, and nothing in its texts taken for markup.
+
+    TensorBoard breaks words of narrow columns anywhere, but not inside of ``<pre>``.
+
+    Example:
+        >>> print(wrapped_table(["reward", "agent 0"], [[0.5, "*yes*"]]))
+        | <pre>reward</pre> | <pre>agent 0</pre> |
+        |---|---|
+        | <pre>0.500</pre> | <pre>&#42;yes&#42;</pre> |
+    """
+    lines = [
+        "| " + " | ".join(f"<pre>{'<br>'.join(map(_escaped, cell))}</pre>" for cell in row) + " |"
+        for row in wrapped_cells(columns, rows)
+    ]
+    return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]])
+
+
+def _escaped(text: str) -> str:
+    """Every character that Markdown or HTML could take for markup as a reference to it."""
+    return _MARKUP.sub(lambda character: f"&#{ord(character[0])};", text)

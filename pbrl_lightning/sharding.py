@@ -129,13 +129,18 @@ def share_out(module: L.LightningModule) -> None:
     if isinstance(strategy, ShardedStrategy):
         # Sharded over all processes: the mesh has a second dimension, for tensor parallelism, of size 1.
         shard_models(trainer.precision_plugin.convert_module(module), strategy.device_mesh["data_parallel"])
-    elif isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)) or (
-        isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
-    ):
+    elif splits_weights(strategy):
         raise ConfigurationError(
             f"`strategy` is a {type(strategy).__name__} that shares out weights, which here is done by "
             "`pbrl_lightning.ShardedStrategy` (configs/trainer/fsdp.yaml)"
         )
+
+
+def splits_weights(strategy: Strategy) -> bool:
+    """True for the strategies of Lightning that leave no process with whole weights to sample from."""
+    if isinstance(strategy, DeepSpeedStrategy):
+        return bool(strategy.zero_stage_3)
+    return isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)) and not isinstance(strategy, ShardedStrategy)
 
 
 def whole(value: Tensor) -> Tensor:

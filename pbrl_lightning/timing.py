@@ -85,3 +85,22 @@ def count_sampled_tokens(count: int) -> None:
 def tokens_sampled() -> int:
     """Tokens that this process has sampled so far."""
     return _tokens
+
+
+def pending_seconds() -> dict[Activity, float]:
+    """Seconds of each activity since the last call of :func:`take_seconds`, which takes them still."""
+    _account()
+    return dict(_seconds)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them.
+
+    Example:
+        >>> duration(3.21), duration(125), duration(7380)
+        ('3.2 s', '2 min 5 s', '2 h 3 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

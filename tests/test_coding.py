@@ -49,6 +49,27 @@ def test_nothing_runs_unless_it_is_asked_for_by_name(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_program_that_only_raises_passes_no_test_of_any_packaged_item(reward):
+    items = coding.train_items() + coding.eval_items()
+    mains = [f"def {item['entry_point']}(*args, **kwargs):\n    raise RuntimeError" for item in items]
+    outcomes = reward.outcomes([HELPER] * len(items), mains, items)
+    assert len(items) >= 24
+    assert {outcome.tests for outcome in outcomes} == {0.0}
+
+
+def test_fences_are_read_in_one_pass():
+    # What the expression "```[^\\n]*\\n(.*?)(?:```|\\Z)" finds, which takes a time that grows with the square.
+    answers = {
+        "```py\na\n``` b ```\nc": ["a\n", "c"],
+        "``````\nx```y\n```z": ["x"],
+        "a ``` b": [],
+        "````\n`a````": ["`a"],
+    }
+    assert {answer: coding._fenced_blocks(answer) for answer in answers} == answers
+    assert extract_code("`" * 200_000, "f") == "`" * 200_000
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("helper", "main", "expected"),
     [

@@ -505,7 +505,7 @@ def test_fault_B89_bad_pair_files_are_found_before_a_model_is_loaded(tmp_path, c
         ([str(broken)], RoundFileError, "broken.json"),
         ([str(lacking)], RoundFileError, "lacking.json.* 2.*loser_reward"),
         ([str(empty)], ValueError, "at least one pair"),
-        ([], ValueError, "at least one round file"),
+        ([], ValueError, "must name at least one file"),
     ):
         team = make_team()
         with pytest.raises(error, match=message):

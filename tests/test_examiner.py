@@ -7,6 +7,8 @@ import pytest
 from pbrl_lightning.tasks._examiner import CallError, decode, encode
 from pbrl_lightning.tasks.sandbox import Sandbox
 
+RECIPROCALS = ("def f(x): return 1 / x", "def f(x): return 1 / x if x else 0")
+
 
 def test_a_program_that_is_right_passes_and_one_that_is_wrong_does_not():
     tests = "assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]\nassert add('a', 1)"
@@ -34,6 +36,18 @@ def test_tests_that_stop_early_are_not_passed_and_count_what_was_left():
     verdict = Sandbox().examine("def f(n): return n + 1", "f", tests)
     assert (verdict.passed, verdict.total, verdict.completed) == (1, 4, False)
     assert not verdict.all_passed
+
+
+def test_asserts_of_constants_are_no_tests_but_a_false_one_that_is_reached_fails():
+    tests = (
+        "assert True, 'runs'\nassert f(1) == 1\nassert 1 + 1 == 2\n"
+        "try:\n    f(0)\nexcept ZeroDivisionError:\n    assert True\nelse:\n    assert False"
+    )
+    raises, guarded = (Sandbox().examine(program, "f", tests) for program in RECIPROCALS)
+    assert (raises.passed, raises.total, raises.completed) == (1, 1, True)
+    assert (guarded.passed, guarded.total, guarded.completed) == (1, 2, True)
+    never = Sandbox().examine("def f(x): raise KeyError", "f", "assert True\nassert f(1) == 1\nassert True, 'end'")
+    assert (never.passed, never.total, never.share) == (0, 1, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,9 @@ def test_fault_B65_B79_B80_a_run_resumed_inside_an_epoch_ends_the_same(tmp_path,
     checkpoint = torch.load(path_of_step, weights_only=True)
     del checkpoint["state_dict"]["reward_model.head.weight"]
     torch.save(checkpoint, path_of_step)
-    with pytest.raises(KeyError, match=r"lacks 1 trained weights, such as 'reward_model\.head\.weight'"):
+    with pytest.raises(
+        KeyError, match=r"1 trained weights are missing from the checkpoint, such as 'reward_model\.head\.weight'"
+    ):
         run("refused", checkpoint=str(path_of_step))
 
 

@@ -292,7 +292,9 @@ def test_fault_B79_a_checkpoint_without_the_reward_head_is_refused(tmp_path, who
     checkpoint = torch.load(checkpoint_at(whole_runs("lora")[-1], 4), weights_only=True)
     del checkpoint["state_dict"]["reward_model.head.weight"]
     torch.save(checkpoint, tmp_path / "lacking.ckpt")
-    with pytest.raises(KeyError, match=r"lacks 1 trained weights, such as 'reward_model\.head\.weight'"):
+    with pytest.raises(
+        KeyError, match=r"1 trained weights are missing from the checkpoint, such as 'reward_model\.head\.weight'"
+    ):
         start(tmp_path, "lora", checkpoint=str(tmp_path / "lacking.ckpt"))
 
 

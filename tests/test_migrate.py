@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import yaml
+from lightning.pytorch.loggers import WandbLogger
 
 import pbrl_lightning as ours
 from fake_api import FakeApi
@@ -15,7 +16,7 @@ from pbrl_lightning.callbacks import ComparatorHistory, JointEvaluation, RewardD
 from pbrl_lightning.cli import PreferenceCLI, main
 from pbrl_lightning.comparators.api import ApiComparator
 from pbrl_lightning.migration.convert import migrate
-from pbrl_lightning.migration.names import COMPARATORS, NAMES, PARTS, REPLAYS, ROUNDS, RUNS, names_table
+from pbrl_lightning.migration.names import COMPARATORS, MARL, NAMES, PARTS, REPLAYS, ROUNDS, RUNS, names_table
 from pbrl_lightning.preferences.processors import ScaleAndShift
 from pbrl_lightning.remote import ApiEndpoint
 
@@ -55,7 +56,7 @@ REPLAY_OPTIONS = {
 
 def theirs(run, **options):
     """A CoMLRL configuration of the tiny team."""
-    small = {"preference_num_candidates": 4, "max_new_tokens": 3}
+    small = {"max_new_tokens": 3, **({} if run in MARL else {"preference_num_candidates": 4})}
     return {
         "agent_model": {"name": "builtin:tiny", "temperature": 0.7, "top_p": 0.9, "top_k": None},
         "agents": None,
@@ -82,8 +83,9 @@ def test_every_run_is_one_of_ours(run, parser):
     module, data = built(parser, migrate(theirs(run, num_train_epochs=3), **IN_CODE).config)
     assert type(module).__name__ == RUNS[run]
     assert data.iterative == (run in ROUNDS)
-    assert (module.num_train_epochs, data.num_candidates, data.seed) == (3, 4, 3)
-    assert (data.sampling.temperature, data.sampling.top_p, data.sampling.top_k) == (0.7, 0.9, None)
+    assert (module.num_train_epochs, data.seed) == (3, 3)
+    assert data.num_candidates == (80 if run in MARL else 4)
+    assert (data.sampling.temperature, data.sampling.top_p, data.sampling.top_k) == (0.7, 0.9, 50)
     assert data.sampling.max_new_tokens == 3
     assert len(data.items) > 2
     assert module.team.num_agents == 2
@@ -104,7 +106,7 @@ def test_every_comparator(policy, parser):
     }
 
 
-def test_a_centralised_comparator_and_a_centralised_team(parser):
+def test_a_centralized_comparator_and_a_centralized_team(parser):
     options = {"comparator_generation_mode": "centralized", "comparator_centralized_agent_index": 1}
     _, data = built(parser, migrate(theirs("madpo_iter", **options), **IN_CODE).config)
     assert data.comparator.centralized.agent_index == 1
@@ -147,11 +149,11 @@ def test_value_heads_a_reference_and_a_reward_model(parser):
         "reward_model_name": "builtin:tiny",
         "reward_max_length": 64,
         "reward_freeze_backbone": True,
-        "reward_learning_rate": "1e-5",  # a text to YAML
+        "reward_learning_rate": "1e-5",  # a string to YAML
         "reward_num_train_epochs": 3,
         "reward_train_batch_size": 4,
-        "rollout_buffer_size": 8,
-        "train_batch_size": 4,
+        "rollout_buffer_size": 32,
+        "train_batch_size": 16,
         "advantage_normalization": False,
         "preference_scoring_reward": "reward_model",
     }
@@ -175,13 +177,14 @@ def test_madpos_batch_is_in_pairs(options, size, parser):
 
 def test_other_sections(parser):
     document = theirs("madpo", preference_pairs_per_sample=None, pair_selection="all", agent_devices=["cuda:1"])
+    document["agent_model"]["top_k"] = 9
     document |= {
         "agents": ["builtin:tiny", "builtin:tiny"],
         "reward_processor": {"enabled": True, "scale_factor": 4.0, "shift": -1.0},
         "output": {"base_dir": "out"},
     }
     document["agent_model"]["torch_dtype"] = "torch.bfloat16"
-    document["madpo"] |= {"logging_steps": 7, "eval_interval": 0, "eval_num_samples": 3}
+    document["madpo"] |= {"logging_steps": 28, "eval_interval": 0, "eval_num_samples": 3}
     done = migrate(document, **IN_CODE)
     module, data = built(parser, done.config)
     assert data.pairs_per_sample is None
@@ -192,6 +195,7 @@ def test_other_sections(parser):
     where = {"default_root_dir": "out", "accelerator": "gpu", "devices": [1]}
     assert done.config["trainer"] == {**where, "log_every_n_steps": 7, "callbacks": [evaluation]}
     assert (done.left, done.to_do) == ([], {})
+    assert done.remarks == ["`logging_steps: 28` counts environment steps, 4 per update: here 7 updates"]
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -199,7 +203,7 @@ def test_the_reward_distribution_is_a_callback(parser, wanted):
     done = migrate(theirs("madpo_iter", log_reward_distribution=wanted), **IN_CODE)
     built(parser, done.config)
     assert done.config["trainer"].get("callbacks", []) == [{"class_path": "RewardDistribution"}] * wanted
-    assert [left.name for left in done.left] == ["madpo_iter.log_reward_distribution"] * (not wanted)
+    assert done.left == []
 
 
 def test_every_option_of_an_endpoint(parser):
@@ -245,31 +249,28 @@ def test_what_has_no_counterpart_is_listed_with_its_value_and_what_to_do():
     document = theirs(
         "madpo_iter", discount=1.0, eval_batch_size=2, reference_kl_enabled=True, agent_devices=["a:0", "b"]
     )
-    document |= {"bfcl": {"role_mode": "x"}, "wandb": {"project": "p"}, "tokenizer": {"padding_side": "left"}}
-    document["agent_model"] |= {"type": "qwen", "torch_dtype": "auto", "new_option": 1}
-    document["dataset"] = {"name": "trl-lib/tldr", "train_split": "train[:10]", "eval_split": None}
+    document |= {"bfcl": {"role_mode": "x"}, "tokenizer": {"padding_side": "left"}, "datasets": [1]}
+    document["agent_model"] |= {"type": "qwen", "new_option": 1}
     done = migrate(document)
     assert {left.name: left.value for left in done.left} == {
         "agent_model.type": "qwen",
         "agent_model.new_option": 1,
-        "agent_model.torch_dtype": "auto",
         "madpo_iter.discount": 1.0,
         "madpo_iter.eval_batch_size": 2,
         "madpo_iter.reference_kl_enabled": True,
         "madpo_iter.agent_devices": ["a:0", "b"],
         "bfcl": {"role_mode": "x"},
-        "wandb": {"project": "p"},
+        "datasets": [1],
         "tokenizer.padding_side": "left",
-        "dataset.name": "trl-lib/tldr",
-        "dataset.train_split": "train[:10]",
     }
     assert all(left.why for left in done.left)
+    assert {left.name: left.why for left in done.left}["datasets"] == "unknown section; did you mean `dataset`?"
     assert set(done.to_do) == {"data.items", "data.reward_func", "data.eval_items", "model.team.formatters"}
 
 
 def test_nothing_that_is_given_gets_lost():
     """Every option with a value shows in the config or in the list."""
-    values = {"integer": 3, "number": 0.5, "yes or no": True, "text": "x", "mapping": {"a": "b"}, "texts": ["x", "x"]}
+    values = {"integer": 3, "number": 0.5, "boolean": True, "string": "x", "mapping": {"a": "b"}, "strings": ["x", "x"]}
     silent = {"num_turns", "joint_mode", "comparator_api_key", "parallel_training"}
     for name in (name for name in NAMES if name.section == "run" and name.name not in silent):
         run = "marlhf_iter" if "marlhf_iter" in name.runs else name.runs[0]
@@ -280,7 +281,7 @@ def test_nothing_that_is_given_gets_lost():
         del document[run][name.name]
         rest = {key: option for key, option in document[run].items() if key not in options}
         before = migrate({**document, run: rest})
-        assert (done.config, done.left) != (before.config, before.left), name.name
+        assert (done.config, done.left, done.remarks) != (before.config, before.left, before.remarks), name.name
 
 
 def needed(name):
@@ -316,6 +317,7 @@ def test_the_table_names_all_that_is_documented_and_only_options_that_exist():
         "reward_processor": [ScaleAndShift], "centralized": [ours.CentralizedGeneration],
         "endpoint": [ours.ApiEndpoint],
         "comparator": [getattr(ours, name) for name in COMPARATORS.values()], "trainer": [L.Trainer],
+        "logger": [WandbLogger],
         "replay": [getattr(ours, name) for name in REPLAYS.values()],
         "evaluation": [JointEvaluation], "history": [ComparatorHistory], "distribution": [RewardDistribution],
     }  # fmt: skip
@@ -355,7 +357,7 @@ def test_the_command_writes_a_config_with_a_list_of_the_rest(tmp_path, monkeypat
     assert yaml.safe_load(printed) == yaml.safe_load(written)
     said = capsys.readouterr().err
     for text in (printed, written, said):
-        assert "madpo.discount = 1.0: only runs of one turn exist" in text
+        assert "madpo.discount = 1.0: no effect: runs here have one turn" in text
         assert "data.eval_items: held-out" in text
         assert "tokenizer.padding_side = left: no result depends on it" in text
         assert "sk-canary" not in text
@@ -373,7 +375,7 @@ def test_what_the_command_says_of_wrong_files(tmp_path, monkeypatch, capsys):
     Path("b.yaml").write_text("madpo: [", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"a\.yaml cannot be converted:\n  - .*dpo_beta.*\n  - .*\n  - `num_turns`"):
         main(["migrate", "a.yaml"])
-    with pytest.raises(SystemExit, match=r"b\.yaml is no YAML"):
+    with pytest.raises(SystemExit, match=r"b\.yaml is not valid YAML"):
         main(["migrate", "b.yaml"])
     with pytest.raises(SystemExit, match=r"'c\.yaml' does not exist"):
         main(["migrate", "c.yaml"])
@@ -391,6 +393,8 @@ RUNNING = [
     ("marlhf", {"rl_algorithm": "iac", "use_separate_critic": False, "reference_kl_enabled": True}),
     ("marlhf_iter", {"comparator_policy": "history", "preference_scoring_reward": "reward_model"}),
     ("marlhf_iter", {"comparator_generation_mode": "centralized"}),
+    *((run, {"num_turns": 1, "num_generations": 2}) for run in MARL),
+    ("magrpo", {"num_turns": 1, "collaboration_mode": "centralized"}),
     *(("marlhf_iter", {"comparator_policy": policy, **more}) for policy, more in COMPARATOR_OPTIONS.items()),
 ]
 

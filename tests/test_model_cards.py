@@ -245,8 +245,8 @@ def test_a_reward_model_of_pair_files(tmp_path, monkeypatch, num_agents):
     data = PreferenceDataModule(pairs=[str(path)], val_fraction=0.5)
     target = fit(tmp_path, module, data)
     card = read(target / "reward_model")
-    assert "- **preference pairs:** 2 from files, after those that were held out" in card
-    assert "- **files of pairs:** the file `mine.jsonl`" in card
+    assert "- **preference pairs:** 2 that were given, after those that were held out" in card
+    assert "- **pairs:** the file `mine.jsonl`" in card
     assert re.search(r"- \*\*accuracy:\*\* [\d.]+\n", section(card, "Held-out pairs"))
     assert ("multi-agent" in card) == (num_agents > 1)
     assert "## Reward\n" not in card  # there was none

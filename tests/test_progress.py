@@ -290,9 +290,7 @@ LINES = [
     r"",
     r"round  pairs  trained on  mean reward  comparator  evaluation before  evaluation after",
     r"( +[\d.]+){7}",
-    r"logs and round files: \S+  \(tensorboard --logdir \S+\)",
-    r"trained models: \S+",
-    r"report: \S+",
+    r"run directory: \S+  \(tensorboard --logdir \S+\)",
 ]
 
 
@@ -308,7 +306,7 @@ def test_a_python_users_run_prints_nothing_but_this(tmp_path):
     unknown = [line for line in text.splitlines() if not any(re.fullmatch(known, line) for known in LINES)]
     assert unknown == []
     assert text.count("\nround ") == 3
-    assert text.splitlines()[-1].startswith("report: ")
+    assert text.splitlines()[-1].startswith("run directory: ")
 
 
 def screen(data):
@@ -541,7 +539,7 @@ def test_a_policy_without_a_gradient_is_told_of(tmp_path, printed):
 
 
 def closing(printed):
-    return [line for line in printed() if re.match("logs|round files", line) or "logdir" in line]
+    return [line for line in printed() if "directory: " in line or "logdir" in line]
 
 
 def test_a_trial_run_says_nothing_of_directories(tmp_path, printed):
@@ -552,12 +550,13 @@ def test_a_trial_run_says_nothing_of_directories(tmp_path, printed):
 
 def test_tensorboard_is_named_only_where_it_was_given_something(tmp_path, printed, caplog):
     make_trainer(tmp_path / "none").fit(make_module(rounds=1), make_data())
-    assert closing(printed) == [f"round files: {tmp_path / 'none'}"]
+    assert closing(printed) == [f"run directory: {tmp_path / 'none'}"]
     caplog.clear()
     make_trainer(tmp_path / "csv", logger=CSVLogger(tmp_path / "csv")).fit(make_module(rounds=1), make_data())
-    assert closing(printed) == [f"logs and round files: {tmp_path / 'csv/lightning_logs/version_0'}"]
+    assert closing(printed) == [f"run directory: {tmp_path / 'csv/lightning_logs/version_0'}"]
     caplog.clear()
-    both = [CSVLogger(tmp_path / "both"), TensorBoardLogger(tmp_path / "board")]
-    make_trainer(tmp_path / "both", logger=both).fit(make_module(rounds=1), make_data())
-    (line,) = closing(printed)
-    assert line.endswith(f"(tensorboard --logdir {tmp_path / 'board/lightning_logs/version_0'})")
+    make_trainer(tmp_path / "board", logger=TensorBoardLogger(tmp_path / "board")).fit(
+        make_module(rounds=1), make_data()
+    )
+    directory = tmp_path / "board/lightning_logs/version_0"
+    assert closing(printed) == [f"run directory: {directory}  (tensorboard --logdir {directory})"]

@@ -81,7 +81,7 @@ def test_lines_say_what_is_there():
     assert f"| {ROWS[0].title} | 0.200 ± 0.000 | 0.200 ± 0.000 | +0.000 | 0.006 | 8 | 1 s | no |" in made
     assert f"- **{ROWS[0].title}**: {WHY.get(ROWS[0].name, page.NO_REASON)}" in made
     assert f"| {ROWS[1].title} | | | | | | | not run yet |" in made
-    with pytest.raises(ValueError, match="must have `<!-- sparse table -->`"):
+    with pytest.raises(ValueError, match="must have `<!-- sparse pictures -->`"):
         page.render("no markers", {})
 
 
@@ -94,8 +94,11 @@ def test_the_record_is_one_line_per_run_and_lacks_what_changed(tmp_path):
     assert record.missing(record.read(path), [row], [0, 1, 2]) == [(row, 2)]
     runs[row.name, 0]["digest"] = "another"
     assert record.missing(runs, [row], [0, 1]) == [(row, 0)]
-    assert [picture.name for picture in plots.draw(tmp_path, runs)] == ["results_sparse.png"]
-    assert (tmp_path / "results_sparse.png").stat().st_size > 5000
+    name = "results_sparse_madpo_and_comparators.png"  # of the group of the only row that has runs
+    assert [picture.name for picture in plots.draw(tmp_path, runs)] == [name]
+    assert (tmp_path / name).stat().st_size > 5000
+    assert page.render(PAGE, runs).count("](pictures/") == 1
+    assert f"](pictures/{name})" in page.render(PAGE, runs)
     assert tuple(dict.fromkeys(row.table for row in ROWS)) == TABLES
 
 

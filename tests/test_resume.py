@@ -295,11 +295,11 @@ def test_fault_B79_a_checkpoint_of_other_weights_is_refused(tmp_path, lora):
     name = sorted(checkpoint["state_dict"])[0]
     value = checkpoint["state_dict"].pop(name)
     torch.save(checkpoint, path)
-    with pytest.raises(KeyError, match=f"lacks 1 trained weights, such as '{name}'"):
+    with pytest.raises(KeyError, match=f"1 trained weights are missing from the checkpoint, such as '{name}'"):
         start(tmp_path, "run", lora, checkpoint=path)
     checkpoint["state_dict"][name] = checkpoint["state_dict"]["other"] = value
     torch.save(checkpoint, path)
-    with pytest.raises(KeyError, match="has 1 weights that this run lacks, such as 'other'"):
+    with pytest.raises(KeyError, match="has 1 weights that this run does not have, such as 'other'"):
         start(tmp_path, "run", lora, checkpoint=path)
 
 

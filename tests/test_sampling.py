@@ -87,6 +87,23 @@ def test_filtered_distribution_on_a_large_vocabulary(temperature, top_k, top_p, 
     assert_close(ours, expected, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [8, 16, 17, 1000, 50_000])
+def test_of_tokens_tied_at_the_edge_of_top_p_the_larger_ids_stay(size, dtype):
+    """transformers sorts without keeping the order of ties: as many tokens of the same mass, but not always these."""
+    logits = torch.zeros(2, size, dtype=dtype)
+    logits[:, 3], logits[1, 5] = 1.0, -8.0  # one that is always kept, one that never is
+    ids, probs = filtered_distribution(logits, 1.0, None, 0.5)
+    for row, (kept, mass) in enumerate(zip(ids, probs, strict=True)):
+        tied = [token for token in range(size) if token != 3 and not (row and token == 5)]
+        found = [token for token in kept[mass > 0].tolist() if token != 3]
+        assert 0 < len(found) < len(tied)
+        assert found == tied[-len(found) :]
+        assert 3 in kept[mass > 0]
+    theirs = transformers_distribution(logits.float() if dtype == torch.bfloat16 else logits, 1.0, None, 0.5)
+    assert (((probs > 0).sum(1) - (theirs > 0).sum(1)).abs() <= 1).all()  # their sum is of the logits' precision
+
+
 @pytest.mark.parametrize("size", [640, 700, 1024, 50_000])
 def test_all_tokens_equal_to_the_kth_stay_wherever_they_stand(size):
     """Ties within blocks of a large vocabulary, across them, and in what is left over at its end."""

@@ -163,7 +163,7 @@ def test_validation(arguments, message):
 
 
 def test_validation_names_all_problems_at_once():
-    with pytest.raises(ValueError, match=r"(?s)pair_selection.*\n.*pairs_per_sample"):
+    with pytest.raises(ValueError, match=r"`pair_selection` must be .*; `pairs_per_sample` must be"):
         validate_selection("widest", 0, iterative=True)
 
 

@@ -419,7 +419,7 @@ def test_fault_B61_models_that_cannot_be_moved_are_not_moved():
         ({"models": ["builtin:tiny"] * 2, "tokenizers": [tiny_tokenizer()]}, "must be one for all or 2, got 1"),
         ({"models": [tiny_model(), tiny_model()]}, "`tokenizers` must be given"),
         ({"models": [7]}, r"`models\[0\]` must be a name.*got int"),
-        ({"models": ["builtin:tiny"], "dtype": "float8"}, "`dtype` must be float32.*got 'float8'"),
+        ({"models": ["builtin:tiny"], "dtype": "float8"}, "`dtype` must be auto, float32.*got 'float8'"),
         ({"models": ["builtin:tiny"], "max_prompt_length": 0}, "`max_prompt_length` must be >= 1"),
         ({"models": [7], "dtype": "int4", "max_prompt_length": 0}, r"models\[0\].*dtype.*max_prompt_length"),
     ],

@@ -42,7 +42,7 @@ def message(role, content):
 
 
 def text_pair(prompt, chosen, rejected):
-    return PreferencePair([prompt], [chosen], [rejected], 1.0, 0.0, 0.5)
+    return PreferencePair([prompt], [chosen], [rejected], 1.0, 0.0, 0.5, has_rewards=False)
 
 
 def write(path, *lines):

@@ -8,6 +8,7 @@ import torch
 
 from pbrl_lightning import AgentTeam, CurrentComparator, LoraOptions, MADPOModule, PreferenceDataModule, SamplingConfig
 from pbrl_lightning.rounds import RoundCallback
+from pbrl_lightning.run_directory import pin_run_directory
 
 SAMPLING = SamplingConfig(temperature=1.0, top_p=1.0, top_k=8, max_new_tokens=2)
 ITEMS = [{"prompt": letter} for letter in "abc"]
@@ -96,7 +97,11 @@ def make_trainer(root, callbacks=(), **options):
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    return L.Trainer(**{**quiet, **options}, callbacks=list(callbacks))
+    options = {**quiet, **options}
+    trainer = L.Trainer(**options, callbacks=list(callbacks))
+    if options["logger"] is False:
+        pin_run_directory(trainer, root)  # where tests look
+    return trainer
 
 
 def weights_of(team):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from .plots import file_name, grouped
 from .rows import ROWS, TABLES
 from .summary import Summary, summaries
 from .why import WHY
@@ -23,13 +24,22 @@ def render(page: str, results: dict[tuple[str, int], dict[str, Any]]) -> str:
     """
     for table in TABLES:
         rows = summaries([row for row in ROWS if row.table == table], results)
-        for part, made in (("table", _table(rows)), ("commands", _commands(rows))):
+        parts = (("pictures", _pictures(table, rows)), ("table", _table(rows)), ("commands", _commands(rows)))
+        for part, made in parts:
             marker = f"{table} {part}"
             between = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- end -->)", re.DOTALL)
             if not between.search(page):
                 raise ValueError(f"docs/results.md must have `<!-- {marker} -->` and `<!-- end -->` after it")
             page = between.sub(lambda found, made=made: f"{found[1]}\n{made}\n{found[2]}", page)
     return page
+
+
+def _pictures(table: str, rows: list[Summary]) -> str:
+    lines = [
+        f"![Evaluation reward against joint responses sampled: {group}](pictures/{file_name(table, group)})"
+        for group in grouped(rows)
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _table(rows: list[Summary]) -> str:

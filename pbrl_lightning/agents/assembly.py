@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from pbrl_lightning.acceleration.precision import dtype_problem
 from pbrl_lightning.agents.adapters import LoraOptions, attach_adapters
 from pbrl_lightning.agents.loading import (
     Source,
@@ -63,8 +64,8 @@ class TeamSettings:
             found.append("`tokenizers` must be given when `models` holds loaded models")
         if isinstance(self.tokenizers, (list, tuple)) and len(self.tokenizers) != self.num_agents:
             found.append(f"`tokenizers` must be one for all or {self.num_agents}, got {len(self.tokenizers)}")
-        if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
-            found.append(f"`dtype` must be float32, bfloat16, float16 or float64, got {self.dtype!r}")
+        if (problem := dtype_problem(self.dtype)) is not None:
+            found.append(problem)
         return found
 
     def shares_one_backbone(self) -> bool:

@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from pbrl_lightning.importing import package_file
 from pbrl_lightning.timing import spending
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, MissingModelError
 
 TINY = "builtin:tiny"
 LETTERS = "builtin:letters"
@@ -127,13 +127,15 @@ def load_model(name: str, dtype: str) -> PreTrainedModel:
     """A causal LM in eval mode.
 
     Raises:
-        OSError: If it is neither a local directory nor to be had from the hub.
+        MissingModelError: If it is neither a local directory nor to be had from the hub.
     """
     try:
         with _quiet():
             model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
     except OSError as error:
-        raise OSError(f"the model {name!r} is neither a local directory nor to be had from the hub: {error}") from error
+        raise MissingModelError(
+            f"the model {name!r} is neither a local directory nor to be had from the hub: {error}"
+        ) from error
     return model.eval()
 
 
@@ -141,12 +143,12 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside a model.
 
     Raises:
-        OSError: If there is none.
+        MissingModelError: If there is none.
     """
     # A directory without tokenizer files makes AutoTokenizer invent an empty one for some architectures.
     path = Path(directory)
     if path.is_dir() and not any((path / name).exists() for name in TOKENIZER_FILES):
-        raise OSError(
+        raise MissingModelError(
             f"the model directory {directory!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
             "save the tokenizer there too, or pass `tokenizers`"
         )
@@ -157,7 +159,7 @@ def load_tokenizer_of(source: Source) -> PreTrainedTokenizerBase:
     """The tokenizer beside an adapter or, if it was saved without one, its base's.
 
     Raises:
-        OSError: If there is none.
+        MissingModelError: If there is none.
     """
     if source.adapter is not None:
         try:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
+import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from pbrl_lightning.acceleration.precision import AUTO, resolve_auto, warn_if_emulated
 from pbrl_lightning.agents.adapters import (
     LoraOptions,
     adapter_active,
@@ -30,13 +33,17 @@ from pbrl_lightning.agents.assembly import (
 from pbrl_lightning.agents.forward import ContextPair
 from pbrl_lightning.agents.loading import expand_sources, vocabulary_of, warn_once, write_directory
 from pbrl_lightning.agents.logprobs import ResponseLogps, response_logps
+from pbrl_lightning.agents.products import scoring_products
 from pbrl_lightning.agents.prompts import Formatter, encode_prompt, render_prompt, resolve_formatters
+from pbrl_lightning.agents.restoring import load_team_weights, team_options
 from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
-from pbrl_lightning.agents.sampling import SamplingConfig
+from pbrl_lightning.agents.sampling import SamplingConfig, SamplingFields, replace_fields
 from pbrl_lightning.batches import AgentAnswer, TaskItem, TeamSample, TokenBatch
+from pbrl_lightning.checkpoints import read_checkpoint
 from pbrl_lightning.randomness import Stream
 from pbrl_lightning.sharding import all_adapter_parameters, deepcopy_detached, in_shares
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.options import record_options
 
 
 class AgentTeam(nn.Module):
@@ -56,8 +63,10 @@ class AgentTeam(nn.Module):
         formatters: Task item to prompt, one for all agents or one per agent: a template such as
             ``"Summarise: {prompt}"``, a callable, a :class:`ChatTemplate`, or an import path. Default: ``{prompt}``.
         tokenizers: One for all agents or one per agent; needed when ``models`` holds loaded models.
-        dtype: Weights of loaded models: ``float32``, ``bfloat16``, ``float16`` or ``float64``. Adapters stay in
-            float32 at least.
+        dtype: Weights of loaded models: ``float32``, ``bfloat16``, ``float16``, ``float64``, or ``auto``: bfloat16
+            where the device multiplies it natively, else float32. The device is the run's; outside of a run that of
+            :meth:`load`. A run keeps the choice in its config and checkpoints, and resumes in it anywhere. Adapters
+            stay in float32 at least.
         max_prompt_length: Longer prompts are cut on the left, counted and warned of once. Default: what the context
             leaves beside ``max_new_tokens``.
         gradient_checkpointing: Recompute activations in the backward: less memory, about a third more time.
@@ -89,6 +98,7 @@ class AgentTeam(nn.Module):
         collaboration: Literal["decentralized", "centralized"] = "decentralized",
         joint_adapter: JointAdapter | None = None,
     ) -> None:
+        record_options(self, locals())
         super().__init__()
         models = expand_sources(models)
         self.roles: JointRoles | None = None
@@ -109,6 +119,46 @@ class AgentTeam(nn.Module):
         if max_prompt_length is not None and max_prompt_length < 1:
             problems.append(f"`max_prompt_length` must be >= 1, got {max_prompt_length}")
         raise_together(problems)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        *,
+        team: AgentTeam | None = None,
+        models: Any = None,
+        formatters: Any = None,
+        tokenizers: Any = None,
+        joint_adapter: JointAdapter | None = None,
+        dtype: str | None = None,
+    ) -> AgentTeam:
+        """The agents of a run's checkpoint, to sample from, evaluate or train on.
+
+        A checkpoint holds the team's options and trained weights. Frozen backbones are loaded by their names, and what
+        is no plain data is to be given: models and tokenizers that were objects, formatters that are functions of a
+        notebook. Modules that formatters are in must be imported before.
+
+        Args:
+            path: A ``.ckpt`` file, or a run's directory for its newest one.
+            team: Gets the weights in the place of a new team; needed where the checkpoint holds no options.
+            models: Replaces the saved option, as do the others.
+            formatters: Item to prompt.
+            tokenizers: Of models that are objects.
+            joint_adapter: Of a centralized team.
+            dtype: Weights of loaded models.
+
+        Raises:
+            MissingFileError: If the checkpoint does not exist.
+            ConfigurationError: If it has no team, another one, or not all of the options; says what to give.
+        """
+        file, checkpoint = read_checkpoint(path, "cpu")
+        if team is None:
+            given = {"models": models, "formatters": formatters, "tokenizers": tokenizers}
+            given |= {"joint_adapter": joint_adapter, "dtype": dtype}
+            options = team_options(checkpoint, file, {k: value for k, value in given.items() if value is not None})
+            team = cls(**options)
+        load_team_weights(team.load(), checkpoint, file)
+        return team
 
     @property
     def num_agents(self) -> int:
@@ -137,9 +187,34 @@ class AgentTeam(nn.Module):
             return prompts, completions
         return self.roles.view(items, completions[0], self.counts if counts is None else counts)
 
-    def load(self) -> Self:
-        """Loads models and tokenizers; does nothing the second time."""
+    @property
+    def dtype(self) -> str:
+        """The type of loaded weights, ``auto`` as long as none is chosen."""
+        return self._settings.dtype
+
+    @property
+    def chooses_dtype(self) -> bool:
+        """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
+        return self.dtype == AUTO
+
+    def settle_dtype(self, dtype: str) -> None:
+        """Takes a type in the place of ``auto``, before the models are loaded."""
+        self._settings = replace(self._settings, dtype=dtype)
+
+    def unload(self) -> None:
+        """Gives up the weights, so that the next :meth:`load` reads them again; given objects are kept."""
+        if not any(isinstance(model, nn.Module) for model in self._settings.models_given()):
+            self.backbones, self._agents, self.attached = nn.ModuleList(), [], {}
+
+    def load(self, device: torch.device | str = "cpu") -> Self:
+        """Loads models and tokenizers into the CPU's memory; does nothing the second time.
+
+        Args:
+            device: Where they will compute, for ``dtype: auto``; :meth:`place` brings them there.
+        """
         if not self._agents:
+            if self.chooses_dtype:
+                self.settle_dtype(resolve_auto(device))
             backbones, self._agents = assemble(self._settings)
             self.backbones.extend(backbones)
             if self._settings.frozen:
@@ -294,6 +369,49 @@ class AgentTeam(nn.Module):
         answers = answer(self, dict(enumerate(self.formatters)), items, item_indices, draws)
         return [TeamSample.of(index, said) for index, *said in zip(item_indices, *answers, strict=True)]
 
+    def generate(
+        self,
+        items: Iterable[TaskItem | str],
+        num_responses: int = 1,
+        *,
+        sampling: SamplingConfig | None = None,
+        seed: int = 0,
+        **fields: Unpack[SamplingFields],
+    ) -> list[list[list[str]]]:
+        """The team's responses as texts, the same as ``pbrl sample`` writes with this seed.
+
+        The team is loaded if it is not, and stays on its devices. Global random states are neither used nor changed.
+
+        Args:
+            items: Task items: dicts, or texts that become the items' ``prompt``.
+            num_responses: Joint responses per item.
+            sampling: How responses are sampled; default :class:`SamplingConfig`.
+            seed: Every draw is a function of it and of the item's place.
+            **fields: Fields of :class:`SamplingConfig` that replace those of ``sampling``: ``temperature``, ``top_p``,
+                ``top_k``, ``max_new_tokens``, ``token_budget``, ``dtype``.
+
+        Returns:
+            For each item ``num_responses`` joint responses, each a list of one text per agent (of a centralized team:
+            per role): ``texts[item][response][agent]``.
+
+        Raises:
+            ConfigurationError: If an item is neither a dict nor a text, or a sampling option is unknown or out of
+                range.
+
+        Example:
+            >>> team = AgentTeam("builtin:tiny", num_agents=2)
+            >>> texts = team.generate(["rain", "snow"], num_responses=3, max_new_tokens=4)
+            >>> len(texts), len(texts[0]), len(texts[0][0])
+            (2, 3, 2)
+        """
+        from pbrl_lightning.generation import generated_texts, task_items
+
+        tasks = task_items(items)
+        if num_responses < 1:
+            raise ConfigurationError(f"`num_responses` must be >= 1, got {num_responses}")
+        options = replace_fields(sampling or SamplingConfig(), fields)
+        return generated_texts(self, tasks, range(len(tasks)), num_responses=num_responses, sampling=options, seed=seed)
+
     def answer(
         self,
         agent: int,
@@ -335,7 +453,7 @@ class AgentTeam(nn.Module):
         def contexts() -> ContextPair:
             return nullcontext(), speaking()
 
-        with speaking():
+        with speaking(), scoring_products(self.model(agent)):
             return response_logps(
                 self.model(agent),
                 batch,
@@ -378,8 +496,10 @@ class AgentTeam(nn.Module):
 
     def place(self, devices: list[str]) -> None:
         """Moves the models, the ``i``-th to ``devices[i % len(devices)]``."""
-        for index, backbone in enumerate(self.load().backbones):
-            backbone.to(devices[index % len(devices)])
+        for index, backbone in enumerate(self.load(devices[0]).backbones):
+            device = devices[index % len(devices)]
+            backbone.to(device)
+            warn_if_emulated("`dtype` of the models", next(backbone.parameters()).dtype, device)
 
     def _check_ownership(self) -> None:
         owner: dict[int, int] = {}

@@ -124,8 +124,8 @@ def _by_value(rates: dict[str, float]) -> dict[float, str]:
 def _pairs(module: LearnerModule, data: PreferenceDataModule) -> str:
     if not module.collects_pairs:
         return ""
-    if data.pair_paths is not None:
-        return f"{len(data.training_pairs)} from files, after those that were held out"
+    if data.given_pairs is not None:
+        return f"{len(data.training_pairs)} that were given, after those that were held out"
     collected = sum(record.collected_pairs for record in data.rounds)
     return f"{collected} collected, {sum(record.train_pairs for record in data.rounds)} trained on, over all rounds"
 
@@ -162,11 +162,12 @@ def items(module: LearnerModule, data: PreferenceDataModule, results: RunResults
         )
     elif isinstance(module, TeamModule):
         facts.append(("evaluation items", "none: the run was not evaluated"))
-    if data.pair_paths is not None:
-        facts.append(("files of pairs", data.sources["pairs"]))
+    if data.given_pairs is not None:
+        facts.append(("pairs", data.sources["pairs"]))
     elif module.collects_pairs:
         chosen = {"num_candidates": data.num_candidates, "pair_selection": data.pair_selection}
         facts.append(("pairs", code(options({**chosen, "pairs_per_sample": data.pairs_per_sample}))))
+    facts.append(("evaluation pairs", data.sources.get("eval_pairs", "")))
     if data.comparator is not None:
         facts += [("compared against", _comparator(data.comparator)), ("replay", with_numbers(data.replay))]
     cut = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in _counts(module, data).items() if count)
@@ -211,7 +212,9 @@ def reward(module: LearnerModule, data: PreferenceDataModule) -> Facts:
     if isinstance(module, MARLHFModule):
         facts.append(("rollouts scored by", "the reward model that this run fitted"))
         scorer = "the task reward" if data.preference_scoring_reward == "task" else "the last fitted reward model"
-        facts.append(("comparisons scored by", "" if data.judge is not None or data.pair_paths is not None else scorer))
+        facts.append(
+            ("comparisons scored by", "" if data.judge is not None or data.given_pairs is not None else scorer)
+        )
     elif isinstance(module, MARLModule) and module.reward_model is not None:
         facts.append(("rollouts scored by", f"a reward model, {model_name(module.reward_model.given_name).words}"))
     return facts

@@ -68,12 +68,14 @@ def _how(sampling: SamplingConfig) -> str:
 _READ = "  # of each agent; a prompt without the BOS text of its chat template"
 
 
-def reward_code(num_agents: int | None) -> str:
+def reward_code(num_agents: int | None, ends_with: int | None = None) -> str:
     """Loads a reward model and scores a joint response.
 
     Args:
         num_agents: Texts of a joint response; None for a number that is not known.
+        ends_with: The token that closes the text, None if nothing does.
     """
+    closing, said = ("", "no EOS at the end") if ends_with is None else (f" + [{ends_with}]", "EOS closes the text")
     if num_agents == 1:
         texts = f'prompt, response = "…", "…"{_READ}'
     else:
@@ -88,7 +90,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
 tokenizer = AutoTokenizer.from_pretrained(directory)
 {texts}
-# Apart, so that no token crosses the border; no EOS at the end.
-ids = tokenizer(prompt)["input_ids"] + tokenizer(response, add_special_tokens=False)["input_ids"]
+# Apart, so that no token crosses the border; {said}.
+ids = tokenizer(prompt)["input_ids"] + tokenizer(response, add_special_tokens=False)["input_ids"]{closing}
 with torch.no_grad():
     score = model(torch.tensor([ids])).logits[0, 0].item()"""

@@ -22,6 +22,7 @@ from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.modules.joint_reward import JointRewardModule
 from pbrl_lightning.modules.marlhf import MARLHFModule
 from pbrl_lightning.report import learning_panels
+from pbrl_lightning.utils.errors import OptionTypeError
 
 if TYPE_CHECKING:
     from pbrl_lightning.agents.team import AgentTeam
@@ -40,9 +41,12 @@ class _Run:
     data: PreferenceDataModule
     results: RunResults
     drawn: bool
+    license: str | None = None
 
 
-def write_cards(trainer: L.Trainer, module: LearnerModule, results: RunResults, directory: Path) -> None:
+def write_cards(
+    trainer: L.Trainer, module: LearnerModule, results: RunResults, directory: Path, license_name: str | None = None
+) -> None:
     """A ``README.md`` in each exported directory, and its curves beside it where there are some.
 
     Args:
@@ -50,15 +54,16 @@ def write_cards(trainer: L.Trainer, module: LearnerModule, results: RunResults, 
         module: What was trained.
         results: What callbacks gathered.
         directory: What the module exported to.
+        license_name: The hub's name of the license, None to state none.
     """
     from pbrl_lightning.data import PreferenceDataModule
 
     data = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, PreferenceDataModule):
-        raise TypeError("the trainer has no PreferenceDataModule to tell of")
+        raise OptionTypeError("a model card needs a trainer with a PreferenceDataModule")
     panels = learning_panels(results.curves)
     image = png(curves_figure(panels)) if panels else None
-    run = _Run(trainer, module, data, results, image is not None)
+    run = _Run(trainer, module, data, results, image is not None, license_name)
     for name, text in _cards(run):
         target = directory / name
         if image is not None:
@@ -88,6 +93,7 @@ def _agent_card(run: _Run, team: AgentTeam, agent: int) -> str:
         base=source.hub,
         relation="adapter" if adapter else "finetune",
         datasets=_datasets(run.data),
+        license=run.license,
     )
     if roles is not None:
         title = f"One model for {roles} roles"
@@ -152,6 +158,7 @@ def _reward_card(run: _Run, model: JointRewardModel) -> str:
         base=source.hub,
         relation="finetune",
         datasets=_datasets(run.data),
+        license=run.license,
     )
     limit = f" Longer texts than {model.length_limit} tokens were cut on the left." if model.length_limit else ""
     opening = (
@@ -164,7 +171,7 @@ def _reward_card(run: _Run, model: JointRewardModel) -> str:
     held_out = listed(facts.held_out(run.results)) if isinstance(run.module, JointRewardModule) else ""
     sections = [
         *_run_sections(run, [("The model", made), ("Held-out pairs", held_out)]),
-        ("How to load it", f"```python\n{reward_code(num_agents)}\n```"),
+        ("How to load it", f"```python\n{reward_code(num_agents, *model.closing_ids)}\n```"),
         ("Limits", f"- It knows the answers of the team that its pairs are of.{limit}\n{_limits(run)}"),
     ]
     return render(head, "Reward model of a team", opening, sections)
@@ -223,13 +230,12 @@ def _limits(run: _Run) -> str:
     lines = ["- Whatever raises the reward was learned, wanted or not."]
     if run.results.evaluations:
         lines.append("- The evaluation is of few items, by the reward of the training; it is no benchmark.")
-    lines.append(
-        "- What holds for the base model and the data holds here too. No licence is stated: it depends on both."
-    )
+    unstated = "" if run.license is not None else " No license is stated: it depends on both."
+    lines.append(f"- What holds for the base model and the data holds here too.{unstated}")
     return "\n".join(lines)
 
 
 def _datasets(data: PreferenceDataModule) -> list[str]:
-    """Hub ids of the data sets that the task items were named by."""
-    found = re.fullmatch(r"`datasets:([^:`]+)(:.*)?`", data.sources.get("items", ""))
-    return [found[1]] if found else []
+    """Hub ids of the data sets that task items and pairs were named by."""
+    trained_on = "; ".join(data.sources.get(name, "") for name in ("items", "pairs"))
+    return list(dict.fromkeys(re.findall(r"`datasets:([^:`]+)[^`]*`", trained_on)))

@@ -10,6 +10,8 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser
 
+from pbrl_lightning.commands.parsing import ClearErrors
+
 Shell = Literal["bash", "zsh"]
 HELP = "Print the script that completes commands, options and class names in a shell."
 
@@ -59,8 +61,11 @@ compdef _pbrl pbrl
 
 def parser() -> ArgumentParser:
     """The command's options."""
-    made = ArgumentParser(
-        prog="pbrl completion", description=HELP, epilog='eval "$(pbrl completion bash)", in ~/.bashrc for every shell'
+    made = ClearErrors(
+        prog="pbrl completion",
+        usage="pbrl completion {bash,zsh}",
+        description=HELP,
+        epilog='eval "$(pbrl completion bash)", in ~/.bashrc for every shell',
     )
     made.add_argument("shell", type=Shell, help="Which shell.")
     return made

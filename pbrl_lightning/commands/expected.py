@@ -1,49 +1,61 @@
-"""Which errors a user is told in a sentence, without a traceback."""
+"""Errors on the command line: those that are addressed to the user are one sentence, without a traceback."""
 
 from __future__ import annotations
 
-import dis
 import os
-from pathlib import Path
-from types import TracebackType
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from pbrl_lightning.preferences.round_files import ForeignReplayError
-from pbrl_lightning.remote.errors import ApiError
+from pbrl_lightning.utils.errors import UserError
 
 TRACEBACK = "PBRL_TRACEBACK"
 """The environment variable that asks for tracebacks, if it is set to anything but 0."""
 
-_KINDS = (ValueError, OSError, ImportError, ForeignReplayError, ApiError)
-_PACKAGE = Path(__file__).parent.parent
-_OURS = (_PACKAGE, (_PACKAGE / "callbacks").resolve())
+_LONGEST = 800
+"""Characters of a sentence, and half as many of what caused it; other libraries' messages may be pages."""
 
 
 def sentence(error: BaseException) -> str | None:
-    """What to tell of an error that one of the library's own checks raised; None for all others.
-
-    A check says ``raise`` in a file of this package. An error that comes out of another library, of Python itself or of
-    the user's own code is not expected, and neither is any while ``PBRL_TRACEBACK`` is set.
+    """What to print for an error; None if it is shown with its traceback.
 
     Args:
         error: As it was caught.
     """
-    if os.environ.get(TRACEBACK, "0") not in ("", "0") or not isinstance(error, _KINDS):
+    if os.environ.get(TRACEBACK, "0") not in ("", "0") or not isinstance(error, UserError):
         return None
-    if error.__traceback__ is None or not _was_raised_here(error.__traceback__):
-        return None
-    said = f"error: {error}"
+    message = f"error: {_short(str(error), _LONGEST)}"
     cause = error.__cause__
-    if cause is not None and str(cause) not in said:
-        said += f" ({type(cause).__name__}: {cause})"
-    return f"{said}\n({TRACEBACK}=1 shows where it was found)"
+    reason = _one_line(str(cause)).rstrip(".!")
+    if cause is not None and not isinstance(cause, UserError) and reason not in _one_line(message):
+        message += f" ({type(cause).__name__}: {_short(reason, _LONGEST // 2)})"
+    return f"{message}\n({TRACEBACK}=1 shows the traceback)"
 
 
-def _was_raised_here(traceback: TracebackType) -> bool:
-    """True if the innermost frame is one of this package's, and stands at a ``raise``."""
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    code = traceback.tb_frame.f_code
-    here = Path(code.co_filename)
-    if not any(folder in here.parents for folder in _OURS):
-        return False
-    return dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
+@contextmanager
+def reported() -> Iterator[None]:
+    """Ends the program with one sentence and the error's exit code where an error is addressed to the user."""
+    try:
+        yield
+    except UserError as error:
+        if (message := sentence(error)) is None:
+            raise
+        code = error.exit_code
+    else:
+        return
+    sys.stderr.write(f"{message}\n")
+    ended = SystemExit(message)
+    ended.code = code
+    raise ended
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _short(text: str, longest: int) -> str:
+    """A text as it is, or its beginning; the lines of a list of problems stay."""
+    if len(text) <= longest:
+        return text
+    return "\n".join(textwrap.shorten(line, longest, placeholder=" …") for line in text.splitlines()[:20])

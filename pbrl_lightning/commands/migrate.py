@@ -1,4 +1,4 @@
-"""``pbrl migrate``: a CoMLRL configuration as one of ours."""
+"""``pbrl migrate``: converts a CoMLRL configuration to ours."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from pbrl_lightning.migration.convert import Migration, MigrationError, migrate
+from pbrl_lightning.commands.parsing import ClearErrors
+from pbrl_lightning.migration.convert import REQUIRED, Migration, MigrationError, migrate
 from pbrl_lightning.migration.names import names_table
 from pbrl_lightning.migration.reading import Left
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+from pbrl_lightning.utils.errors import ConfigurationError, ExistingFileError, MissingFileError
 
 HELP = "Convert a CoMLRL configuration."
 _SECRET = re.compile(r"(key|token|secret|password|auth|authorization|credentials?)$", re.IGNORECASE)
@@ -21,18 +22,18 @@ _SECRET = re.compile(r"(key|token|secret|password|auth|authorization|credentials
 
 def parser() -> ArgumentParser:
     """The command's options."""
-    made = ArgumentParser(
+    made = ClearErrors(
         prog="pbrl migrate",
-        description=f"{HELP} What has no counterpart is listed; what CoMLRL refuses is refused, all of it at once.",
+        description=f"{HELP} Options without a counterpart are listed. All problems are reported at once.",
         epilog="pbrl migrate their_config.yaml --items items.jsonl --reward_func my_rewards:score --output mine.yaml",
     )
     made.add_argument("source", type=str | None, nargs="?", help="CoMLRL's YAML file.")
-    made.add_argument("--output", type=str | None, help="Where to; standard output without it. Must not exist.")
-    made.add_argument("--items", type=str | None, help="Task items: a JSON or JSONL file, or an import path.")
+    made.add_argument("--output", type=str | None, help="New file to write; default: standard output.")
+    made.add_argument("--items", type=str | None, help="Task items: a file, an import path or datasets:NAME.")
     made.add_argument("--eval_items", type=str | None, help="Held-out task items.")
     made.add_argument("--reward_func", type=str | None, help="Import path of the reward, such as my_rewards:score.")
     made.add_argument("--formatters", type=str, nargs="*", help="Templates or import paths, one for all or one each.")
-    made.add_argument("--names", action="store_true", help="Print the table of names instead.")
+    made.add_argument("--names", action="store_true", help="Print the table of names and exit.")
     return made
 
 
@@ -43,7 +44,7 @@ def main(args: list[str]) -> None:
         args: What follows ``pbrl migrate``.
 
     Raises:
-        ConfigurationError: If the file is no YAML, or no configuration that can be converted.
+        ConfigurationError: If the file is not valid YAML, or not a configuration that can be converted.
         OSError: If a file cannot be read or exists already.
     """
     options = parser().parse_args(args)
@@ -53,7 +54,7 @@ def main(args: list[str]) -> None:
     if options.source is None:
         raise ConfigurationError("`source` must name a CoMLRL configuration (or give `--names`)")
     if options.output is not None and Path(options.output).exists():
-        raise FileExistsError(f"`output` must not exist already, got {options.output}")
+        raise ExistingFileError(f"`output` must not exist already, got {options.output}")
     formatters = options.formatters
     if formatters is not None and len(formatters) == 1:
         formatters = formatters[0]
@@ -77,7 +78,7 @@ def migrate_file(path: Path, **in_code: Any) -> Migration:
 
     Args:
         path: CoMLRL's YAML file.
-        **in_code: What CoMLRL has in code: ``items``, ``eval_items``, ``reward_func``, ``formatters``.
+        **in_code: What CoMLRL defines in code: ``items``, ``eval_items``, ``reward_func``, ``formatters``.
 
     Raises:
         ConfigurationError: If it is not YAML, or cannot be converted; names the file and all problems.
@@ -88,7 +89,7 @@ def migrate_file(path: Path, **in_code: Any) -> Migration:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path} is no YAML: {error}") from error
+        raise ConfigurationError(f"{path} is not valid YAML: {error}") from error
     try:
         return migrate(document, **in_code)
     except MigrationError as error:
@@ -97,7 +98,7 @@ def migrate_file(path: Path, **in_code: Any) -> Migration:
 
 
 def as_yaml(done: Migration, source: str, target: str) -> str:
-    """The configuration as YAML, with what is missing in its head.
+    """The configuration as YAML; comments at its head say what is missing or differs.
 
     Args:
         done: The conversion.
@@ -110,15 +111,21 @@ def as_yaml(done: Migration, source: str, target: str) -> str:
 
 
 def _report(done: Migration) -> list[str]:
-    lines = ["To be given, since it stands in code with CoMLRL:"] if done.to_do else []
-    lines += [f"  {place}: {what}" for place, what in done.to_do.items()]
+    required = [place for place in done.to_do if place in REQUIRED]
+    optional = [place for place in done.to_do if place not in REQUIRED]
+    lines = []
+    for title, places in (("Must be supplied: CoMLRL defines it in code.", required), ("May be supplied:", optional)):
+        lines += [title] if places else []
+        lines += [f"  {place}: {done.to_do[place]}" for place in places]
+    lines += ["Converted with a difference:"] if done.remarks else []
+    lines += [f"  {remark}" for remark in done.remarks]
     lines += ["Without a counterpart:"] if done.left else []
     lines += [f"  {left.name} = {_shown(left)}: {left.why}" for left in done.left]
-    return lines or ["Everything was taken over."]
+    return lines or ["Everything was converted."]
 
 
 def _shown(left: Left) -> str:
-    """A value for a comment: nothing that may be a key, and of a section only its options' names."""
+    """A value for a comment: never a key, and only the option names of a section."""
     if _SECRET.search(left.name):
         return "…"
     if isinstance(left.value, dict):

@@ -8,6 +8,7 @@ from pbrl_lightning.agents.loading import warn_once
 from pbrl_lightning.agents.prompts import Formatter
 from pbrl_lightning.agents.roles import JointRoles
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample
+from pbrl_lightning.utils.errors import OptionTypeError
 
 
 class SingleSpeaker(Protocol):
@@ -33,7 +34,7 @@ class JointSpeaker:
 
     def __init__(self, speaker: Any, agent: int, roles: JointRoles, counts: dict[str, int], *, split: bool) -> None:
         if not hasattr(speaker, "answer"):
-            raise TypeError(
+            raise OptionTypeError(
                 f"centralised generation needs a speaker with `answer`, as AgentTeam has, got {type(speaker).__name__}"
             )
         self.speaker: SingleSpeaker = speaker

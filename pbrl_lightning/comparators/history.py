@@ -7,11 +7,12 @@ from contextlib import ExitStack, contextmanager
 
 from typing_extensions import override
 
+from pbrl_lightning.acceleration.precision import name_of
 from pbrl_lightning.agents.adapters import adapter_values, read_adapter
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
 from pbrl_lightning.comparators.local import checked_devices, frozen_team
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, RunError
 
 
 def history_name(rounds_completed: int) -> str:
@@ -61,7 +62,7 @@ class HistoryComparator(Comparator):
     @contextmanager
     def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
         if phase.history is None:
-            raise RuntimeError("a HistoryComparator needs policy checkpoints: add the ComparatorHistory callback")
+            raise RunError("a HistoryComparator needs policy checkpoints: add the ComparatorHistory callback")
         directory = phase.history / history_name(phase.round_number - self.k)
         agents = [directory / f"agent_{agent}" for agent in range(team.num_agents)]
         for path in agents:
@@ -76,5 +77,5 @@ class HistoryComparator(Comparator):
                 yield team
         else:
             # In the actors' dtype: k = 1 must say what the current policy says.
-            dtype = str(next(team.parameters()).dtype).removeprefix("torch.")
+            dtype = name_of(next(team.parameters()).dtype)
             yield frozen_team(team, [str(path) for path in agents], self.devices, dtype=dtype)

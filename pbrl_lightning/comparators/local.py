@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from pbrl_lightning.acceleration.precision import AUTO, name_of
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
 from pbrl_lightning.utils.errors import ConfigurationError
@@ -64,7 +65,7 @@ class ModelComparator(Comparator):
             included. They are loaded at the first collection and stay loaded.
         tokenizers: Needed when ``models`` holds loaded models.
         formatters: Item to prompt; None takes the actors' formatters.
-        dtype: Weights of loaded models.
+        dtype: Weights of loaded models; ``auto`` for the actors' type.
         devices: Where they go; None for the actors' device.
         num_candidates: See :class:`Comparator`.
         centralized: See :class:`Comparator`.
@@ -103,11 +104,12 @@ class ModelComparator(Comparator):
         del phase
         if self._team is None:
             self.check(team)
+            actors = name_of(next(team.load().parameters()).dtype)
             self._team = frozen_team(
                 team,
                 self.models,
                 self.devices,
-                dtype=self.dtype,
+                dtype=actors if self.dtype == AUTO else self.dtype,
                 tokenizers=self.tokenizers,
                 formatters=self.role_formatters(team) if team.roles is None else None,
             )

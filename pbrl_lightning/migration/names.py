@@ -1,20 +1,25 @@
-"""The one table of CoMLRL's option names and ours: the converter and `docs/migrating.md` are made from it."""
+"""The table of CoMLRL's option names and ours, from which the converter works and `docs/migrating.md` is written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-Run = Literal["madpo", "madpo_iter", "marlhf", "marlhf_iter"]
-Kind = Literal["integer", "number", "yes or no", "text", "texts", "mapping", "anything"]
+Kind = Literal["integer", "number", "boolean", "string", "strings", "mapping", "anything"]
 
 RUNS: Final[dict[str, str]] = {
     "madpo": "MADPOModule",
     "madpo_iter": "MADPOModule",
     "marlhf": "MARLHFModule",
     "marlhf_iter": "MARLHFModule",
+    "magrpo": "MARLModule",
+    "mareinforce": "MARLModule",
+    "marloo": "MARLModule",
+    "maremax": "MARLModule",
+    "maac": "MARLModule",
+    "iac": "MARLModule",
 }
-"""The section that makes a run, and the module that it is here. A run in rounds has a `comparator` too."""
+"""The section that defines a run, and the module that trains it here. An iterative run has a `comparator` too."""
 
 COMPARATORS: Final[dict[str, str]] = {
     "current": "CurrentComparator",
@@ -23,7 +28,7 @@ COMPARATORS: Final[dict[str, str]] = {
     "history": "HistoryComparator",
     "api": "ApiComparator",
 }
-"""`comparator_policy` and the class it is here."""
+"""`comparator_policy` and our class."""
 
 REPLAYS: Final[dict[str, str]] = {
     "current": "CurrentReplay",
@@ -31,7 +36,7 @@ REPLAYS: Final[dict[str, str]] = {
     "all_history": "AllHistoryReplay",
     "lambda_decay": "LambdaDecayReplay",
 }
-"""`preference_replay_mode` and the class it is here."""
+"""`preference_replay_mode` and our class."""
 
 PARTS: Final[dict[str, str]] = {
     "model": "model",
@@ -47,26 +52,30 @@ PARTS: Final[dict[str, str]] = {
     "endpoint": "data.comparator.endpoint",
     "replay": "data.replay",
     "trainer": "trainer",
+    "logger": "trainer.logger",
     "evaluation": "JointEvaluation",
     "history": "ComparatorHistory",
     "distribution": "RewardDistribution",
 }
-"""The parts of a config and where they stand; `init_args` is left out. The last three are callbacks."""
+"""The parts of a config and their places, `init_args` left out. The last three are callbacks."""
 
-ALL: Final = ("madpo", "madpo_iter", "marlhf", "marlhf_iter")
 ROUNDS: Final = ("madpo_iter", "marlhf_iter")
-DPO: Final = ("madpo", "madpo_iter")
 RLHF: Final = ("marlhf", "marlhf_iter")
+PREFERENCE: Final = ("madpo", "madpo_iter", *RLHF)
+GROUPS: Final = ("magrpo", "mareinforce", "marloo", "maremax")
+CRITICS: Final = ("maac", "iac")
+MARL: Final = (*GROUPS, *CRITICS)
+ALL: Final = (*PREFERENCE, *MARL)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a value must be; null always stands for "not given".
+    """The values that an option takes. Null always means "not given".
 
     Attributes:
-        kind: Its kind.
+        kind: Type of the value.
         at_least: Smallest value.
-        above: A value that it must exceed.
+        above: Exclusive lower bound.
         at_most: Largest value.
         choices: The allowed values.
     """
@@ -81,7 +90,7 @@ class Limits:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         article = "an" if self.kind == "integer" else "a"
-        words = {"yes or no": "true or false", "texts": "a list of texts", "anything": "anything"}
+        words = {"boolean": "true or false", "strings": "a list of strings", "anything": "anything"}
         said = words.get(self.kind, f"{article} {self.kind}")
         if self.above is not None:
             said += f" > {self.above:g}"
@@ -97,12 +106,12 @@ class Name:
     Attributes:
         section: Its section; ``run`` stands for the one of the run.
         name: Its name there.
-        ours: Part (of :data:`PARTS`) and option here, joined by a dot; None where nothing corresponds.
-        limits: What its value must be.
-        note: How it is to be understood here, or what to do in its place.
+        ours: Part (of :data:`PARTS`) and option here, joined by a dot; None without a counterpart.
+        limits: The values it takes.
+        note: What differs here, or what to do instead.
         runs: The runs that have it.
         null_counts: Null is a value of its own (no limit, off), not "not given".
-        moved: False if the converter treats it with others instead of moving its value.
+        moved: False if the converter computes our option instead of copying the value.
     """
 
     section: str
@@ -115,7 +124,7 @@ class Name:
     moved: bool = True
 
     def place(self) -> str:
-        """Where it stands here, as the documentation says it."""
+        """Its place here, as the documentation writes it."""
         if self.ours is None:
             return "–"
         part, _, option = self.ours.partition(".")
@@ -123,10 +132,11 @@ class Name:
 
 
 _ANY, _COUNT, _SIZE = Limits(), Limits("integer", at_least=0), Limits("integer", at_least=1)
-_RATE, _NUMBER, _FLAG = Limits("number", above=0), Limits("number"), Limits("yes or no")
-_TEXT, _TEXTS, _MAP = Limits("text"), Limits("texts"), Limits("mapping")
-_DEVICES = "a device or a list of them"
-_TURNS = "only runs of one turn exist, in which it has no effect"
+_RATE, _NUMBER, _FLAG = Limits("number", above=0), Limits("number"), Limits("boolean")
+_TEXT, _TEXTS, _MAP = Limits("string"), Limits("strings"), Limits("mapping")
+_DEVICES = "a device or a list of devices"
+_ONE_TURN = "no effect: runs here have one turn"
+_OWN_TYPE = "`auto`, or none: the type in the checkpoint's own `config.json`, where that file is on this machine"
 PLACED: Final = (
     "Lightning places models: `trainer.accelerator`, `trainer.devices`, `trainer.strategy` (docs/scaling.md)"
 )
@@ -138,44 +148,53 @@ def _run(name: str, ours: str | None, limits: Limits = _ANY, note: str = "", **m
 
 _TRAINING: Final = (
     _run("num_agents", "team.num_agents", _SIZE),
-    _run("collaboration_mode", "team.collaboration", Limits(choices=("decentralized", "centralized"))),
-    _run("num_turns", "data.num_turns", _SIZE, "must be 1", moved=False),
-    _run("joint_mode", "data.joint_mode", _TEXT, "must be `aligned`", moved=False),
+    _run("collaboration_mode", "team.collaboration", Limits(choices=("decentralized", "centralized")),
+         runs=(*PREFERENCE, "magrpo")),
+    _run("num_turns", "data.num_turns", _SIZE, "must be 1; CoMLRL's default is 2 for `magrpo` and the other runs "
+         "without preferences", moved=False),
+    _run("joint_mode", "data.joint_mode", _TEXT, "must be `aligned`", runs=(*PREFERENCE, *GROUPS), moved=False),
     _run("num_train_epochs", "model.num_train_epochs", _SIZE),
     _run("agent_learning_rate", "model.learning_rate", _RATE),
-    _run("dpo_beta", "model.dpo_beta", _RATE, "MADPO's; MARLHF does not use it", moved=False),
+    _run("dpo_beta", "model.dpo_beta", _RATE, "MADPO only; MARLHF does not use it", runs=PREFERENCE, moved=False),
     _run("max_new_tokens", "sampling.max_new_tokens", _SIZE),
     _run("temperature", "sampling.temperature", Limits("number", at_least=0)),
     _run("top_p", "sampling.top_p", Limits("number", above=0, at_most=1)),
-    _run("top_k", "sampling.top_k", _SIZE, "null switches it off", null_counts=True),
-    _run("preference_num_candidates", "data.num_candidates", Limits("integer", at_least=2)),
-    _run("preference_pairs_per_sample", "data.pairs_per_sample", _SIZE, "null keeps all pairs", null_counts=True),
+    _run("top_k", "sampling.top_k", _SIZE, "null becomes 50, as transformers reads it; null here would turn the filter "
+         "off", null_counts=True, moved=False),
+    _run("preference_num_candidates", "data.num_candidates", Limits("integer", at_least=2), runs=PREFERENCE),
+    _run("preference_pairs_per_sample", "data.pairs_per_sample", _SIZE, "null keeps all pairs", runs=PREFERENCE,
+         null_counts=True),
     _run("pair_selection", "data.pair_selection", Limits(choices=("reward_gap", "random", "all", "comparator_reward")),
-         "the last for runs in rounds"),
-    _run("rollout_buffer_size", "data.rollout_batch_size", _SIZE, "in MADPO the default of `train_batch_size`",
+         "the last one in iterative runs only", runs=PREFERENCE),
+    _run("rollout_buffer_size", "data.rollout_batch_size", _SIZE, "in MADPO the default of `train_batch_size`; in "
+         "`maac` and `iac` it counts responses, so it is divided by `num_generations` and rounded up", moved=False),
+    _run("train_batch_size", "data.train_batch_size", _SIZE, "MADPO: `data.batch_size`, in pairs; otherwise in task "
+         "items, at most the rollout batch; `maac` and `iac` count responses, as above", moved=False),
+    _run("logging_steps", "trainer.log_every_n_steps", _SIZE, "there in environment steps, here in updates",
          moved=False),
-    _run("train_batch_size", "data.train_batch_size", _SIZE,
-         "MADPO: `data.batch_size`, in pairs; MARLHF: in task items, at most the rollout batch", moved=False),
-    _run("logging_steps", "trainer.log_every_n_steps", _SIZE),
-    _run("eval_interval", "evaluation.interval", _COUNT),
-    _run("eval_num_samples", "evaluation.num_samples", _COUNT, "0: give no `data.eval_items`", moved=False),
-    _run("eval_batch_size", None, _SIZE, "evaluation items are sampled together; nothing is needed"),
+    _run("eval_interval", "evaluation.interval", _COUNT, "in updates here; in policy learning there in task items",
+         moved=False),
+    _run("eval_num_samples", "evaluation.num_samples", _COUNT, "0: leave out `data.eval_items`", moved=False),
+    _run("eval_batch_size", None, _SIZE, "all evaluation items are sampled together"),
     _run("parallel_training", None, Limits(choices=("none", "mp")), PLACED),
-    _run("agent_devices", "trainer.devices", note=f"{_DEVICES}; one device is taken over, several are not: {PLACED}",
+    _run("agent_devices", "trainer.devices", note=f"{_DEVICES}; one device is converted, several are not: {PLACED}",
          moved=False),
-    _run("discount", None, _NUMBER, _TURNS),
-    _run("early_termination_threshold", None, _NUMBER, _TURNS),
-    _run("external_prompt_passthrough", None, _FLAG, _TURNS),
-    _run("use_environment_step", None, _FLAG, "`env_step` is logged beside every number"),
-    _run("environment_steps_per_pair", None, _SIZE, "`env_step` counts the joint responses that were sampled"),
+    _run("discount", None, _NUMBER, _ONE_TURN),
+    _run("early_termination_threshold", None, _NUMBER, _ONE_TURN),
+    _run("external_prompt_passthrough", None, _FLAG, _ONE_TURN),
+    _run("use_environment_step", None, _FLAG, "`env_step` is logged beside every number", runs=PREFERENCE),
+    _run("environment_steps_per_pair", None, _SIZE, "`env_step` counts the joint responses that were sampled",
+         runs=PREFERENCE),
 )  # fmt: skip
 
 _POLICY: Final = (
-    _run("rl_algorithm", "model.rl_algorithm",
-         Limits(choices=("magrpo", "mareinforce", "marloo", "maremax", "maac", "iac")), runs=RLHF),
-    _run("num_generations", "model.num_generations", _SIZE, "at least 2 without a critic", runs=RLHF),
+    _run("rl_algorithm", "model.rl_algorithm", Limits(choices=(*GROUPS, *CRITICS)), "the section itself in `magrpo`, "
+         "`maac` and so on", runs=RLHF),
+    _run("num_generations", "model.num_generations", _SIZE, "at least 2 without a critic", runs=(*RLHF, *MARL)),
     _run("advantage_normalization", "model.advantage_normalization", _FLAG, "MADPO has no advantages", moved=False),
-    _run("advantage_mode", None, _TEXT, "`model.rl_algorithm` says it"),
+    _run("advantage_mode", "model.rl_algorithm", Limits(choices=("mean", "raw", "max", "rloo")), "`mean` is magrpo, "
+         "`raw` mareinforce, `max` maremax, `rloo` marloo; no effect in `marlhf`", runs=(*PREFERENCE, *GROUPS),
+         moved=False),
     _run("reference_kl_enabled", "reference_kl", _FLAG, "true sets `model.reference_kl`; MADPO has none", moved=False),
     _run("reference_kl_coef", "reference_kl.coef", Limits("number", at_least=0), moved=False),
     _run("reference_devices", "reference_kl.devices", note=_DEVICES, moved=False),
@@ -185,21 +204,23 @@ _POLICY: Final = (
     _run("reward_learning_rate", "model.reward_learning_rate", _RATE, runs=RLHF),
     _run("reward_num_train_epochs", "model.num_reward_epochs", _SIZE, runs=RLHF),
     _run("reward_train_batch_size", "data.batch_size", _SIZE, "in pairs", runs=RLHF),
-    _run("reward_max_length", "reward_model.max_length", Limits("integer", at_least=2), runs=RLHF),
+    _run("reward_max_length", "reward_model.max_length", Limits("integer", at_least=2), "a longer text loses its "
+         "beginning here, its end there", runs=RLHF),
     _run("reward_freeze_backbone", "reward_model.freeze_backbone", _FLAG, runs=RLHF),
     _run("use_separate_critic", "critic", _FLAG, "`iac`: true `SeparateCritics`, false `AttachedCritics`; `maac` has a "
-         "`JointCritic`", runs=RLHF, moved=False),
+         "`JointCritic`", runs=(*RLHF, "iac"), moved=False),
     _run("critic_model_name", "critic.models", _TEXT, "`model` of a `JointCritic`; default: the agents' own", runs=RLHF,
          moved=False),
     _run("critic_type", "critic.critic_type", Limits(choices=("v", "q")), "`q` needs `num_generations` >= 2 here",
-         runs=RLHF, moved=False),
-    _run("critic_learning_rate", "model.critic_learning_rate", _RATE, runs=RLHF, moved=False),
-    _run("critic_devices", None, note=f"on the agents' device; {PLACED}", runs=RLHF),
-    _run("value_loss_coef", "model.value_loss_coef", _RATE, runs=RLHF, moved=False),
-    _run("value_clip_range", "critic.value_clip_range", _RATE, "of `AttachedCritics` alone; null clips nothing",
-         runs=RLHF, null_counts=True, moved=False),
-    _run("critic_value_head_hidden_dim", None, _SIZE, "heads are linear", runs=RLHF),
-    _run("value_head_hidden_dim", None, _SIZE, "heads are linear", runs=RLHF),
+         runs=(*RLHF, *CRITICS), moved=False),
+    _run("critic_learning_rate", "model.critic_learning_rate", _RATE, "no effect with `AttachedCritics`",
+         runs=(*RLHF, *CRITICS), null_counts=True, moved=False),
+    _run("critic_devices", None, note=f"on the agents' device; {PLACED}", runs=(*RLHF, *CRITICS)),
+    _run("value_loss_coef", "model.value_loss_coef", _RATE, runs=(*RLHF, *CRITICS), moved=False),
+    _run("value_clip_range", "critic.value_clip_range", _RATE, "`AttachedCritics` only; null turns clipping off",
+         runs=(*RLHF, "iac"), null_counts=True, moved=False),
+    _run("critic_value_head_hidden_dim", None, _SIZE, "heads are linear", runs=(*RLHF, "iac")),
+    _run("value_head_hidden_dim", None, _SIZE, "heads are linear", runs=(*RLHF, "iac")),
 )  # fmt: skip
 
 _IN_ROUNDS: Final = (
@@ -208,28 +229,30 @@ _IN_ROUNDS: Final = (
          runs=("marlhf_iter",)),
     _run("preference_replay_mode", "replay", Limits(choices=tuple(REPLAYS)), "a class, below", runs=ROUNDS,
          moved=False),
-    _run("preference_replay_k", "replay.k", _SIZE, "of `NearestKReplay`", runs=ROUNDS, moved=False),
-    _run("preference_replay_lambda", "replay.decay", Limits("number", at_least=0, at_most=1), "of `LambdaDecayReplay`",
+    _run("preference_replay_k", "replay.k", _SIZE, "`NearestKReplay`", runs=ROUNDS, moved=False),
+    _run("preference_replay_lambda", "replay.decay", Limits("number", at_least=0, at_most=1), "`LambdaDecayReplay`",
          runs=ROUNDS, moved=False),
-    _run("preference_replay_sample_size", "replay.sample_size", _SIZE, "of all but `CurrentReplay`", runs=ROUNDS,
+    _run("preference_replay_sample_size", "replay.sample_size", _SIZE, "every class but `CurrentReplay`", runs=ROUNDS,
          moved=False),
-    _run("preference_replay_dir", "data.replay_dir", _TEXT, "one run's own; another run's is refused", runs=ROUNDS),
+    _run("preference_replay_dir", "data.replay_dir", _TEXT, "for this run alone; another run's is refused",
+         runs=ROUNDS),
     _run("log_reward_distribution", "distribution", _FLAG, "true adds the callback", runs=ROUNDS, moved=False),
-    _run("policy_checkpoint_dir", "history.dirpath", _TEXT, "of a `HistoryComparator`'s policies", runs=ROUNDS,
+    _run("policy_checkpoint_dir", "history.dirpath", _TEXT, "the policies of a `HistoryComparator`", runs=ROUNDS,
          moved=False),
     _run("comparator_policy", "comparator", Limits(choices=tuple(COMPARATORS)), "a class, below", runs=ROUNDS,
          moved=False),
     _run("comparator_num_candidates", "comparator.num_candidates", _SIZE, runs=ROUNDS, moved=False),
     _run("comparator_generation_mode", "centralized", Limits(choices=("decentralized", "centralized")),
-         "`centralized` sets it; a centralised team's comparator is so by itself", runs=ROUNDS, moved=False),
+         "`centralized` sets it; the comparator of a centralized team is always centralized", runs=ROUNDS,
+         moved=False),
     _run("comparator_centralized_agent_index", "centralized.agent_index", _COUNT, runs=ROUNDS, moved=False),
-    _run("comparator_model_name", "comparator.models", _TEXT, "of `ModelComparator`: one for all roles", runs=ROUNDS,
+    _run("comparator_model_name", "comparator.models", _TEXT, "`ModelComparator`: one for all roles", runs=ROUNDS,
          moved=False),
-    _run("comparator_agents", "comparator.models", _TEXTS, "of `ModelComparator`: one per role", runs=ROUNDS,
+    _run("comparator_agents", "comparator.models", _TEXTS, "`ModelComparator`: one per role", runs=ROUNDS,
          moved=False),
-    _run("comparator_devices", "comparator.devices", note=f"{_DEVICES}; of `CurrentCopyComparator`, `ModelComparator`, "
+    _run("comparator_devices", "comparator.devices", note=f"{_DEVICES}; `CurrentCopyComparator`, `ModelComparator`, "
          "`HistoryComparator`", runs=ROUNDS, moved=False),
-    _run("comparator_history_k", "comparator.k", _SIZE, "of `HistoryComparator`", runs=ROUNDS, moved=False),
+    _run("comparator_history_k", "comparator.k", _SIZE, "`HistoryComparator`", runs=ROUNDS, moved=False),
 )  # fmt: skip
 
 _API: Final = tuple(
@@ -240,54 +263,74 @@ _API: Final = tuple(
             "generic", "openai", "anthropic", "openai_responses", "responses", "codex")), ""),
         ("model", "endpoint.model", _TEXT, ""),
         ("max_n_per_request", "endpoint.max_n_per_request", _SIZE, ""),
-        ("timeout", "endpoint.timeout", _RATE, "seconds for one attempt; `deadline` limits all of them"),
+        ("timeout", "endpoint.timeout", _RATE, "seconds per attempt; `deadline` limits all attempts together"),
         ("headers", "endpoint.headers", _MAP, "`${NAME}` stands for an environment variable"),
-        ("key", None, _TEXT, "keys are never options: put it into an environment variable, and name that in "
+        ("key", None, _TEXT, "a key is never an option: put it into an environment variable and name that in "
          "`comparator_api_key_env`"),
         ("key_env", "endpoint.key_env", _TEXT, ""),
-        ("key_header", "endpoint.headers", _TEXT, "another than `Authorization` becomes a header with "
+        ("key_header", "endpoint.headers", _TEXT, "any other than `Authorization` becomes a header with "
          "`${NAME of the variable}`"),
-        ("key_prefix", "endpoint.headers", _TEXT, "the same, for another than `Bearer`"),
+        ("key_prefix", "endpoint.headers", _TEXT, "likewise any other than `Bearer`"),
         ("response_field", "endpoint.response_field", _TEXT, ""),
         ("extra_body", "endpoint.extra_body", _MAP, ""),
     )
 )  # fmt: skip
 
-_OTHERS: Final = (
+_MODELS: Final = (
     Name("agent_model", "name", "team.models", _TEXT, "one for all agents", moved=False),
-    Name("agent_model", "torch_dtype", "team.dtype", _TEXT, "`auto` is not taken over: the default is float32",
-         moved=False),
+    Name("agent_model", "torch_dtype", "team.dtype", _TEXT, f"{_OWN_TYPE}; reward model, critics and "
+         "`ModelComparator` get the same type", moved=False),
     Name("agent_model", "dtype", "team.dtype", _TEXT, "the same", moved=False),
     Name("agent_model", "temperature", "sampling.temperature", Limits("number", at_least=0),
-         "the run's own section goes before, as for the next two"),
+         "the run's own section takes precedence, as for the next two"),
     Name("agent_model", "top_p", "sampling.top_p", Limits("number", above=0, at_most=1)),
-    Name("agent_model", "top_k", "sampling.top_k", _SIZE, null_counts=True),
+    Name("agent_model", "top_k", "sampling.top_k", _SIZE, "null becomes 50", null_counts=True, moved=False),
     Name("agent_model", "type", None, note="the model's own config says it"),
     Name("agent_model", "special_tokens", None, note="set them in the saved tokenizer"),
     Name("agent_model", "attn_implementation", None, note="transformers chooses"),
     Name("agents", "", "team.models", _TEXTS, "one name per agent", moved=False),
-    Name("dataset", "name", "data.items", _TEXT, "a `.json` or `.jsonl` file; a hub data set is `datasets:NAME::SPLIT`",
+    Name("critic_model", "name", "critic.models", _TEXT, "`model` of a `JointCritic`", moved=False),
+    Name("critic_model", "torch_dtype", "critic.dtype", _TEXT, "as for the agents", moved=False),
+    Name("critic_model", "dtype", "critic.dtype", _TEXT, "the same", moved=False),
+    Name("critic_model", "type", None, note="the model's own config says it"),
+    Name("critics", "", "critic.models", _TEXTS, "one name for `maac`, one per agent for `iac`", moved=False),
+)  # fmt: skip
+
+_OTHERS: Final = (
+    *_MODELS,
+    Name("dataset", "name", "data.items", _TEXT, "a file as it is, anything else as `datasets:NAME::SPLIT`",
          moved=False),
-    Name("dataset", "type", None, note="the reward and the formatters say what an item means"),
-    Name("dataset", "train_split", None, note="the end of `data.items`: `datasets:NAME::SPLIT`"),
-    Name("dataset", "eval_split", None, note="the end of `data.eval_items`: `datasets:NAME::SPLIT`"),
+    Name("dataset", "type", None, note="the reward and the formatters define what an item means"),
+    Name("dataset", "train_split", "data.items", _TEXT, "the end of `datasets:NAME::SPLIT`", moved=False),
+    Name("dataset", "eval_split", "data.eval_items", _TEXT, "`datasets:NAME::SPLIT` of the same data set",
+         moved=False),
     Name("tokenizer", "padding_side", None, note="no result depends on it"),
     Name("seed", "", "data.seed", Limits("integer"), "every draw is a function of it"),
     Name("output", "base_dir", "trainer.default_root_dir", _TEXT),
     Name("output", "verbose", None, _FLAG, "`trainer.enable_progress_bar`"),
     Name("output", "save_final_model", None, _FLAG, "`export/` is always written"),
+    Name("output", "save_path", None, _TEXT, "agents are exported to `export/` in the run's directory"),
     Name("reward_processor", "enabled", "reward_processor", _FLAG, "false: none", moved=False),
     Name("reward_processor", "scale_factor", "reward_processor.scale", _NUMBER, moved=False),
     Name("reward_processor", "shift", "reward_processor.shift", _NUMBER, moved=False),
-    Name("wandb", "", None, note="`pip install wandb`, then `trainer.logger: {class_path: WandbLogger, init_args: "
-         "{project: …}}`; TensorBoard's files are written without it"),
+    Name("wandb", "enabled", "logger", note="true or false; false: no `WandbLogger`", moved=False),
+    Name("wandb", "mode", "logger.offline", Limits(choices=("online", "offline", "disabled", "shared")),
+         "`offline` sets it; `disabled`: no `WandbLogger`", moved=False),
+    Name("wandb", "project", "logger.project", _TEXT, moved=False),
+    Name("wandb", "name", "logger.name", _TEXT, moved=False),
+    Name("wandb", "run_name", "logger.name", _TEXT, "the same", moved=False),
+    Name("wandb", "dir", "logger.save_dir", _TEXT, "default: `trainer.default_root_dir`", moved=False),
+    Name("wandb", "id", "logger.id", _TEXT, moved=False),
+    Name("wandb", "entity", "logger", _TEXT, "in `dict_kwargs`, as the next two", moved=False),
+    Name("wandb", "tags", "logger", _TEXTS, moved=False),
+    Name("wandb", "resume", "logger", moved=False),
 )  # fmt: skip
 
 NAMES: Final[tuple[Name, ...]] = (*_TRAINING, *_POLICY, *_IN_ROUNDS, *_API, *_OTHERS)
 """Every name, in the order of the documentation."""
 
 SECTIONS: Final[frozenset[str]] = frozenset(name.section for name in NAMES) - {"run"}
-"""The sections beside that of the run."""
+"""The sections other than that of the run."""
 
 
 def names_of(section: str) -> dict[str, Name]:

@@ -1,20 +1,20 @@
-"""CoMLRL's rules about options that must fit together: what it refuses is refused here, all of it at once."""
+"""CoMLRL's rules about options that must fit together. What it refuses is refused here, all problems at once."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from pbrl_lightning.migration.names import ROUNDS
+from pbrl_lightning.migration.names import CRITICS, GROUPS, MARL, RLHF, ROUNDS
+from pbrl_lightning.migration.reading import Reading
 from pbrl_lightning.preferences.selection import validate_selection
 from pbrl_lightning.remote import ApiEndpoint
 
 Options = Mapping[str, Any]
 
-_GROUPS = ("magrpo", "mareinforce", "marloo", "maremax")
-_CRITICS = ("maac", "iac")
-_NEUTRAL = {  # values that say nothing, as CoMLRL's own examples write them out
+NEUTRAL = {  # CoMLRL's defaults, which its own examples spell out
     "comparator_api_format": "generic",
     "comparator_api_timeout": 120.0,
     "comparator_api_key_header": "Authorization",
@@ -22,43 +22,67 @@ _NEUTRAL = {  # values that say nothing, as CoMLRL's own examples write them out
     "comparator_api_response_field": "completions",
     "comparator_centralized_agent_index": 0,
 }
+_ENDPOINT = (
+    "url",
+    "format",
+    "model",
+    "max_n_per_request",
+    "timeout",
+    "headers",
+    "key_env",
+    "response_field",
+    "extra_body",
+)
 
 
 def says_something(options: Options, name: str) -> bool:
     """True if an option is given and is not the default."""
     value = options.get(name)
-    return value is not None and value != _NEUTRAL.get(name)
+    return value is not None and value != NEUTRAL.get(name)
 
 
-def broken_rules(run: str, options: Options, agents: list[str] | None, model: str | None) -> list[str]:
+def broken_rules(reading: Reading) -> list[str]:
     """Everything that does not fit together.
 
     Args:
-        run: The section of the run.
-        options: Its options, each valid for itself.
-        agents: A model's name per agent.
-        model: One name for all of them.
+        reading: The configuration; each value in it is valid.
 
     Returns:
-        A message per problem that names option, value and what is allowed.
+        A message per problem that names option, value and what is allowed. Problems with an option whose value
+        is wrong anyway are left out.
     """
-    found = _team_rules(options, agents, model) + _selection_rules(run, options) + _device_rules(options)
-    if run.startswith("marlhf"):
-        found += _policy_rules(options)
+    run, options = reading.run, reading.options
+    found = _model_source_rules(reading) + _turn_rules(options) + _device_rules(options)
+    if run not in MARL:
+        found += _selection_rules(run, options)
+    if run in (*RLHF, *MARL):
+        found += _policy_rules(reading)
     if run in ROUNDS:
-        found += _replay_rules(options) + _comparator_rules(options)
-        found += _api_rules(options) if options.get("comparator_policy") == "api" else []
-    return found
+        found += _replay_rules(options) + _comparator_rules(options) + _api_rules(options)
+    return [problem for problem in found if not _subjects(problem) & reading.wrong]
+
+
+def _subjects(problem: str) -> set[str]:
+    """The options that a problem is about, and those on whose values it depends."""
+    conditions = re.findall(r"`([\w.]+): ", problem)
+    return {*re.findall(r"`([\w.]+)`", problem.partition(" must ")[0]), *conditions}
 
 
 def devices_of(value: Any) -> list[str] | None:
-    """A device or a list of them as a list; None where it is neither."""
+    """A device or a list of them as a list; None if it is neither."""
     devices = value if isinstance(value, list) else [value]
     return devices if devices and all(isinstance(device, str) for device in devices) else None
 
 
-def _team_rules(options: Options, agents: list[str] | None, model: str | None) -> list[str]:
-    count, found = options.get("num_agents", 2), []
+def algorithm_of(run: str, options: Options) -> str:
+    """The policy-gradient algorithm of a run that has one."""
+    return options.get("rl_algorithm", "magrpo") if run in RLHF else run
+
+
+def _model_source_rules(reading: Reading) -> list[str]:
+    options, found = reading.options, []
+    agents, model = reading.others.get(("agents", "")), reading.others.get(("agent_model", "name"))
+    count = options.get("num_agents", 2)
     central = options.get("collaboration_mode") == "centralized"
     if agents is None and model is None:
         found.append("`agent_model.name` or `agents` must name the agents' models, got neither")
@@ -67,9 +91,14 @@ def _team_rules(options: Options, agents: list[str] | None, model: str | None) -
     if agents is not None and len(agents) != (1 if central else count):
         wanted = "one model with `collaboration_mode: centralized`" if central else f"one model per agent ({count})"
         found.append(f"`agents` must name {wanted}, got {len(agents)}")
+    return found
+
+
+def _turn_rules(options: Options) -> list[str]:
+    found = []
     if options.get("num_turns", 1) != 1:
-        found.append(f"`num_turns` must be 1 (runs of one turn), got {options['num_turns']}")
-    if options.get("joint_mode", "aligned").lower() not in ("align", "aligned"):
+        found.append(f"`num_turns` must be 1 (runs have one turn), got {options['num_turns']}")
+    if options.get("joint_mode", "aligned") != "aligned":
         found.append(f"`joint_mode` must be 'aligned', got {options['joint_mode']!r}")
     return found
 
@@ -91,18 +120,23 @@ def _selection_rules(run: str, options: Options) -> list[str]:
     try:
         validate_selection(selection, limit, rounds)
     except ValueError as error:
-        said = str(error).replace("`pairs_per_sample`", "`preference_pairs_per_sample`")
-        return [said + ("" if "preference_pairs_per_sample" in options else f" ({limit} is CoMLRL's default)")]
+        problem = str(error).replace("`pairs_per_sample`", "`preference_pairs_per_sample`")
+        return [problem + ("" if "preference_pairs_per_sample" in options else f" ({limit} is CoMLRL's default)")]
     return []
 
 
-def _policy_rules(options: Options) -> list[str]:
-    found, algorithm = [], options.get("rl_algorithm", "magrpo")
-    generations = options.get("num_generations", 4)
-    if algorithm in _GROUPS and generations < 2:
-        found.append(f"`num_generations` must be >= 2 with `rl_algorithm: {algorithm}`, got {generations}")
-    if algorithm in _CRITICS and options.get("critic_type") == "q" and generations < 2:
+def _policy_rules(reading: Reading) -> list[str]:
+    options, found = reading.options, []
+    algorithm = algorithm_of(reading.run, options)
+    generations = options.get("num_generations", 1 if reading.run in CRITICS else 4)
+    if algorithm in GROUPS and generations < 2:
+        found.append(f"`num_generations` must be >= 2 with `{algorithm}`, got {generations}")
+    if algorithm in CRITICS and options.get("critic_type") == "q" and generations < 2:
         found.append(f"`num_generations` must be >= 2 with `critic_type: q`, got {generations}")
+    critics = reading.others.get(("critics", ""))
+    count = 1 if algorithm == "maac" else options.get("num_agents", 2)
+    if critics is not None and algorithm in CRITICS and len(critics) != count:
+        found.append(f"`critics` must name {count} with `{algorithm}`, got {len(critics)}")
     return found
 
 
@@ -134,20 +168,15 @@ def _comparator_rules(options: Options) -> list[str]:
     centralized = central_team or options.get("comparator_generation_mode") == "centralized"
     owners = {
         "comparator_history_k": ("history",),
-        "comparator_model_name": ("model",),
-        "comparator_agents": ("model",),
-        "comparator_devices": ("current_copy", "model", "history"),
-        **{name: ("api",) for name in options if name.startswith("comparator_api_") and name != "comparator_api_key"},
+        "comparator_model_name": ("model", "api"),  # the API ignores them
+        "comparator_agents": ("model", "api"),
     }
     found = [
-        f"`{name}` must be left out with `comparator_policy: {policy}` (only {', '.join(allowed)} has it)"
-        + ("" if name.startswith("comparator_api_") else f", got {options[name]!r}")
+        f"`{name}` must be left out with `comparator_policy: {policy}` (only {allowed[0]} has it), "
+        f"got {options[name]!r}"
         for name, allowed in owners.items()
         if policy not in allowed and says_something(options, name)
     ]
-    if options.get("comparator_api_key"):
-        found.append("`comparator_api_key` must not hold a key: put it into an environment variable, and name that in "
-                     "`comparator_api_key_env`")  # fmt: skip
     if policy == "model":
         found += _model_rules(options, 1 if central_team else count, centralized)
     index = options.get("comparator_centralized_agent_index", 0)
@@ -155,9 +184,8 @@ def _comparator_rules(options: Options) -> list[str]:
         found.append(
             f"`comparator_centralized_agent_index` must be 0 with `collaboration_mode: centralized`, got {index}"
         )
-    elif index >= count or (index and not centralized):
-        allowed = f"from 0 to {count - 1}" if centralized else "left out with decentralized generation"
-        found.append(f"`comparator_centralized_agent_index` must be {allowed}, got {index}")
+    elif centralized and index >= count:
+        found.append(f"`comparator_centralized_agent_index` must be from 0 to {count - 1}, got {index}")
     return found
 
 
@@ -175,35 +203,26 @@ def _model_rules(options: Options, count: int, centralized: bool) -> list[str]:
 
 
 def _api_rules(options: Options) -> list[str]:
-    if "comparator_api_url" not in options:
-        return ["`comparator_api_url` must be given with `comparator_policy: api`, got null"]
-    found = []
-    spoken = [name for name in ("key_header", "key_prefix") if says_something(options, f"comparator_api_{name}")]
-    if spoken and "comparator_api_key_env" not in options:
-        found += [f"`comparator_api_{name}` needs `comparator_api_key_env`, got none" for name in spoken]
+    """What an endpoint refuses; keys are looked for with every comparator."""
+    found, used = [], options.get("comparator_policy") == "api"
+    if used and "comparator_api_url" not in options:
+        found.append("`comparator_api_url` must be given with `comparator_policy: api`, got null")
+    given = [name for name in ("key_header", "key_prefix") if says_something(options, f"comparator_api_{name}")]
+    if used and given and "comparator_api_key_env" not in options:
+        found += [f"`comparator_api_{name}` must be left out without `comparator_api_key_env`" for name in given]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ApiEndpoint(**endpoint_of(options))
-    except ValueError as error:  # names options by our names, and shows no key
-        found.append(f"`comparator_api_…`: {error}")
+            ApiEndpoint(**{"url": "http://localhost/", **endpoint_of(options)})
+    except ValueError as error:  # shows no key
+        problems = [re.sub(r"`(?=\w+[`[])", "`comparator_api_", problem) for problem in str(error).split("; ")]
+        found += [problem for problem in problems if used or "key" in problem]
     return found
 
 
 def endpoint_of(options: Options) -> dict[str, Any]:
     """The options of an :class:`ApiEndpoint`."""
-    names = (
-        "url",
-        "format",
-        "model",
-        "max_n_per_request",
-        "timeout",
-        "headers",
-        "key_env",
-        "response_field",
-        "extra_body",
-    )
-    found = {name: options[key] for name in names if says_something(options, key := f"comparator_api_{name}")}
+    found = {name: options[key] for name in _ENDPOINT if says_something(options, key := f"comparator_api_{name}")}
     header = options.get("comparator_api_key_header", "Authorization")
     prefix, variable = options.get("comparator_api_key_prefix", "Bearer"), found.get("key_env")
     # Anthropic's header, without a prefix, is our own default for that format.

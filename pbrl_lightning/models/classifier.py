@@ -22,16 +22,36 @@ def score_head(classifier: Any) -> nn.Linear:
     Raises:
         ConfigurationError: If the architecture has none of the usual form.
     """
-    head = getattr(classifier, "score", None)
-    if not isinstance(head, nn.Linear) or head.out_features != 1 or head.bias is not None:
+    if not has_score_head(classifier):
         raise ConfigurationError(
             f"{type(classifier).__name__} has no head `score` with one output and no bias, which a reward model needs"
         )
-    return head
+    return classifier.score
+
+
+def has_score_head(classifier: Any) -> bool:
+    """True if the one number is a linear map, without bias, of the last token's state, as for causal models."""
+    head = getattr(classifier, "score", None)
+    return isinstance(head, nn.Linear) and head.out_features == 1 and head.bias is None
+
+
+def _is_classifier(model: Any) -> bool:
+    return "ForSequenceClassification" in type(model).__name__
+
+
+def _check_kind(name: str, config: Any) -> None:
+    """Refuses what cannot give one number for one text."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigurationError(
+            f"{name} is an encoder-decoder ({config.model_type}), and a reward model reads prompts and responses as "
+            "one text: name a causal language model, or a classifier on an encoder such as BERT's"
+        )
 
 
 def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
-    """A sequence classifier of one output, and its trained head, or None if the source is no reward model.
+    """A sequence classifier of one output, and its trained ``score``; None if the source has none.
+
+    A classifier with another head (:func:`has_score_head`) is in float32 at least and runs its own forward.
 
     Args:
         source: Where from; an adapter is merged into the backbone.
@@ -42,6 +62,7 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
         ConfigurationError: If it is a classifier of several outputs, or a saved reward model without its head.
     """
     config = AutoConfig.from_pretrained(source.base)
+    _check_kind(repr(source.base), config)
     is_classifier = any("SequenceClassification" in name for name in config.architectures or [])
     if is_classifier and config.num_labels != 1:
         raise ConfigurationError(
@@ -64,13 +85,26 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
             transformers_logging.enable_progress_bar()
     missing = sorted(info["missing_keys"])
     if missing and (is_classifier or any(not key.startswith("score.") for key in missing)):
+        if not is_classifier and not has_score_head(classifier):
+            raise _untrained(source, classifier)
         raise ConfigurationError(f"the model {source.base!r} lacks {', '.join(missing[:3])}")
     trained = is_classifier
     if source.adapter is not None:
         trained |= str(PeftConfig.from_pretrained(source.adapter).task_type).endswith("SEQ_CLS")
         classifier = _with_adapter(classifier, source.adapter)
+    if not has_score_head(classifier):
+        if not trained:
+            raise _untrained(source, classifier)
+        return classifier, None  # with its own head, in full precision
     head = score_head(classifier).weight.detach().clone() if trained else None
     return classifier.to(getattr(torch, dtype)), head
+
+
+def _untrained(source: Source, classifier: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"{source.base!r} has no trained head, and a {type(classifier).__name__} needs more than the `score` that a "
+        "new reward model gets: name a classifier that was trained with one output, or a causal language model"
+    )
 
 
 def _with_adapter(classifier: Any, directory: str) -> Any:
@@ -94,8 +128,14 @@ def classifier_around(model: Any) -> tuple[Any, Tensor | None]:
     Raises:
         ConfigurationError: If transformers has no sequence classifier of the architecture.
     """
+    _check_kind(f"the {type(model).__name__}", model.config)
     if hasattr(model, "score"):
         return model, score_head(model).weight.detach().clone()
+    if _is_classifier(model):
+        if model.config.num_labels != 1:
+            outputs = model.config.num_labels
+            raise ConfigurationError(f"the {type(model).__name__} has {outputs} outputs; a reward model has one")
+        return model, None
     config = deepcopy(model.config)  # the model's own stays a language model's
     config.num_labels = 1
     if not has_classifier(model):

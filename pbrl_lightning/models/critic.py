@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from pbrl_lightning.acceleration.precision import AUTO
 from pbrl_lightning.advantages import CriticType
 from pbrl_lightning.agents.adapters import LoraOptions
 from pbrl_lightning.agents.team import AgentTeam
@@ -22,6 +23,7 @@ from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.head import ScalarHead, head_dtype
 from pbrl_lightning.models.scalar import ScalarModel
 from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.options import record_options
 
 Texts = Sequence[Sequence[str]]
 Row = tuple[list[int], list[int]]
@@ -53,6 +55,22 @@ class Critic(nn.Module):
     @abstractmethod
     def load(self, team: AgentTeam) -> Self:
         """Brings the weights into memory; does nothing the second time."""
+
+    @property
+    def dtype(self) -> str:
+        """The type of the weights that it loads itself."""
+        return "float32"
+
+    @property
+    def chooses_dtype(self) -> bool:
+        """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
+        return self.dtype == AUTO
+
+    def settle_dtype(self, dtype: str) -> None:
+        """Takes a type in the place of ``auto``."""
+
+    def unload(self) -> None:
+        """Gives up the weights, so that the next ``load`` reads them again."""
 
     @abstractmethod
     def renew(self, round_number: int) -> None:
@@ -87,6 +105,23 @@ class TextCritic(Critic):
     """Base of the critics with models of their own, which read texts with their own tokenizers."""
 
     models: nn.ModuleList
+    _options: dict[str, Any]
+
+    @property
+    @override
+    def dtype(self) -> str:
+        return str(self._options["dtype"])
+
+    @override
+    def settle_dtype(self, dtype: str) -> None:
+        self._options["dtype"] = dtype
+        for model in self.models:
+            model.settle_dtype(dtype)  # type: ignore[operator]
+
+    @override
+    def unload(self) -> None:
+        for model in self.models:
+            model.unload()  # type: ignore[operator]
 
     @abstractmethod
     def views(self, texts: Texts) -> list[list[Sequence[str]]]:
@@ -162,9 +197,10 @@ class JointCritic(TextCritic):
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
+        record_options(self, locals())
         super().__init__(critic_type)
-        options = _options(lora, freeze_backbone, max_length, dtype, gradient_checkpointing, seed)
-        self.models = nn.ModuleList([_ScalarModel(model, tokenizer=tokenizer, **options)])
+        self._options = _options(lora, freeze_backbone, max_length, dtype, gradient_checkpointing, seed)
+        self.models = nn.ModuleList([_ScalarModel(model, tokenizer=tokenizer, **self._options)])
 
     @override
     def bind(self, team: AgentTeam) -> Self:
@@ -186,7 +222,7 @@ class SeparateCritics(TextCritic):
         lora: See :class:`pbrl_lightning.models.scalar.ScalarModel`, as all that follow.
         freeze_backbone: Train the heads alone.
         max_length: Longest text.
-        dtype: Weights of loaded backbones.
+        dtype: Weights of loaded backbones; ``auto`` as in :class:`pbrl_lightning.agents.team.AgentTeam`.
         gradient_checkpointing: Recompute activations in the backward.
         seed: Seed of heads and adapters.
     """
@@ -204,6 +240,7 @@ class SeparateCritics(TextCritic):
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ) -> None:
+        record_options(self, locals())
         super().__init__(critic_type)
         self._sources, self._tokenizers = models, tokenizers
         self._options = _options(lora, freeze_backbone, max_length, dtype, gradient_checkpointing, seed)

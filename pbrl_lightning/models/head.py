@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,34 @@ class ScalarHead(nn.Module):
         """New weights, a function of the four numbers."""
         generator = counted_generator(seed, "init", round_number, item=kind, agent=index)
         assign(self.weight, HEAD_STD * torch.randn(self.weight.shape, generator=generator, dtype=torch.float64))
+
+
+class ClassifierHead:
+    """A head that is more than one linear map, such as BERT's: it lies in a sequence classifier, whose forward runs it.
+
+    Args:
+        classifier: The sequence classifier.
+    """
+
+    def __init__(self, classifier: Any) -> None:
+        backbone = {id(module) for module in classifier.base_model.modules()}
+        self._layers = [module for module in classifier.children() if id(module) not in backbone]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained with it."""
+        return [parameter for layer in self._layers for parameter in layer.parameters()]
+
+    @torch.no_grad()
+    def draw(self, seed: int, round_number: int, kind: int, index: int) -> None:
+        """New matrices, a function of the four numbers; biases are zero, scales of norms one."""
+        generator = counted_generator(seed, "init", round_number, item=kind, agent=index)
+        for layer in self._layers:
+            for name, parameter in layer.named_parameters():
+                if parameter.dim() > 1:
+                    drawn = HEAD_STD * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                else:
+                    drawn = torch.full(parameter.shape, float(not name.endswith("bias")), dtype=torch.float64)
+                assign(parameter, drawn)
 
 
 def head_dtype(like: Tensor) -> torch.dtype:

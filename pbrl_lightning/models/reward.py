@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Self
 
 import torch
 from typing_extensions import override
 
+from pbrl_lightning.agents.loading import resolve_source
 from pbrl_lightning.batches import PairTokens, PreferencePair
 from pbrl_lightning.models.classifier import has_classifier
+from pbrl_lightning.models.head import ClassifierHead
 from pbrl_lightning.models.scalar import ScalarModel
+from pbrl_lightning.models.text_end import closing_tokens, detect_text_end
 from pbrl_lightning.preferences.pair_tokens import collate_rows, drop_identical
 from pbrl_lightning.timing import spending
 from pbrl_lightning.utils.errors import ConfigurationError
@@ -19,7 +23,11 @@ TOKEN_BUDGET = 16384
 
 
 class JointRewardModel(ScalarModel):
-    """Reads all prompts and all responses of a team as one text, prompts first; see :class:`ScalarModel`."""
+    """Reads all prompts and all responses of a team as one text, prompts first; see :class:`ScalarModel`.
+
+    Prompts and responses are tokenized separately: a tokenizer that gets the whole text as one string may give other
+    tokens at the boundary, and the score is another.
+    """
 
     @override
     def load(self) -> Self:
@@ -28,7 +36,29 @@ class JointRewardModel(ScalarModel):
                 f"{type(self._team[0].model(0)).__name__} has no sequence classifier in transformers, the form in "
                 "which reward models are saved; name another `model`"
             )
-        return super().load()
+        if not self.is_loaded:
+            super().load()
+            self.closing_ids = closing_tokens(self.tokenizer) if self._ends_with_eos() else []
+        return self
+
+    def _ends_with_eos(self) -> bool:
+        """As the options say, or as the loaded model was trained; texts of a new head end without EOS."""
+        if self.joint_text_eos is not None:
+            return self.joint_text_eos
+        if not self.fitted or self.classifier is None:
+            return False
+        source = resolve_source(self.given_name) if self.given_name is not None else None
+        saved = [place for place in (source.adapter, source.base) if place is not None] if source is not None else []
+        both_ways = isinstance(self.head, ClassifierHead)
+        end = detect_text_end(self.classifier.config, self.tokenizer, saved, both_ways)
+        if end.doubt is not None:
+            warnings.warn(
+                f"the reward model {self.given_name or 'in memory'} does not say whether its texts ended with EOS "
+                f"({end.doubt}); it reads them {'with' if end.eos else 'without'} EOS here. Set its "
+                "`joint_text_eos` to true or false",
+                stacklevel=2,
+            )
+        return end.eos
 
     @spending("tokenising")
     def encode_pairs(self, pairs: list[PreferencePair]) -> tuple[list[PreferencePair], list[PairTokens]]:

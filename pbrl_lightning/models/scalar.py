@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from pbrl_lightning.acceleration.precision import AUTO, dtype_problem, resolve_auto
 from pbrl_lightning.agents.adapters import (
     LoraOptions,
     adapter_active,
@@ -31,13 +32,16 @@ from pbrl_lightning.agents.loading import (
     write_directory,
 )
 from pbrl_lightning.agents.packing import lay_out
+from pbrl_lightning.agents.products import scoring_products
 from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_prompt, without_end, without_starts
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
-from pbrl_lightning.models.classifier import classifier_around, load_classifier, score_head
-from pbrl_lightning.models.head import ScalarHead, head_dtype
+from pbrl_lightning.models.classifier import classifier_around, has_score_head, load_classifier, score_head
+from pbrl_lightning.models.head import ClassifierHead, ScalarHead, head_dtype
+from pbrl_lightning.models.text_end import KEY as TEXT_END_KEY
 from pbrl_lightning.sharding import all_adapter_parameters, assign, deepcopy_detached
-from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.errors import ConfigurationError, RunError
+from pbrl_lightning.utils.options import record_options
 
 TEAM = "team"
 """The ``model`` that stands for an adapter of its own on the team's frozen backbone."""
@@ -50,6 +54,9 @@ class ScalarModel(nn.Module):
     on it. The head has no bias and is float32 at least, like the adapter: in bfloat16 a small learning rate would not
     move them. It is always in eval mode: dropout would make scores random.
 
+    Prompts and responses are tokenized separately and their ids are joined. The text as one string can have other
+    tokens at the boundary and therefore another score (:meth:`joint_tokens`).
+
     Args:
         model: A name (:func:`pbrl_lightning.agents.loading.resolve_source`; also what TRL's reward trainer saved), a
             loaded model, ``"team"``, or None for the agents' own model, loaded once more.
@@ -57,7 +64,10 @@ class ScalarModel(nn.Module):
         lora: Adapter options; None trains all weights. ``"team"`` needs one and takes the default.
         freeze_backbone: Train the head alone.
         max_length: Longer texts are cut on the left, counted and warned of once. Default: the model's context.
-        dtype: Weights of a loaded backbone.
+        dtype: Weights of a loaded backbone; ``auto`` as in :class:`pbrl_lightning.agents.team.AgentTeam`.
+        joint_text_eos: True if the joint text ends with EOS, for models that were trained so. None: as a loaded reward
+            model was trained, where that can be seen (:mod:`pbrl_lightning.models.text_end`); without EOS where the
+            head is new.
         gradient_checkpointing: Recompute activations in the backward.
         seed: Seed of the head and of a new adapter.
         index: Its place among several of its role: heads are drawn and adapters named by it.
@@ -78,22 +88,22 @@ class ScalarModel(nn.Module):
         freeze_backbone: bool = False,
         max_length: int | None = None,
         dtype: str = "float32",
+        joint_text_eos: bool | None = None,
         gradient_checkpointing: bool = False,
         seed: int = 0,
         index: int = 0,
     ) -> None:
+        record_options(self, locals())
         super().__init__()
         shared = isinstance(model, str) and model == TEAM
         checks = [
             (freeze_backbone and lora is not None, "`freeze_backbone` trains the head alone and takes no `lora`"),
             (max_length is not None and max_length < 2, f"`max_length` must be >= 2, got {max_length}"),
             (isinstance(model, nn.Module) and tokenizer is None, "`tokenizer` must be given with a loaded `model`"),
-            (
-                dtype not in ("float32", "bfloat16", "float16", "float64"),
-                f"`dtype` must be float32, bfloat16, float16 or float64, got {dtype!r}",
-            ),
         ]
         problems = [message for wrong, message in checks if wrong]
+        if (wrong_dtype := dtype_problem(dtype)) is not None:
+            problems.append(wrong_dtype)
         if problems:
             raise ConfigurationError(f"the {self.role} model's options: {'; '.join(problems)}")
         self.shared = shared
@@ -101,13 +111,15 @@ class ScalarModel(nn.Module):
         self.freeze_backbone = freeze_backbone
         self.max_length = max_length
         self.dtype = dtype
+        self.joint_text_eos = joint_text_eos
+        self.closing_ids: list[int] = []
         self.gradient_checkpointing = gradient_checkpointing
         self.seed = seed
         self.adapter_name = f"{self.role}_{index}"
         self.index = index
         self.counts: dict[str, int] = {}
         self.classifier: Any = None
-        self.head: ScalarHead | None = None
+        self.head: ScalarHead | ClassifierHead | None = None
         self._model: Any = model
         self._given_tokenizer = tokenizer
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -151,6 +163,21 @@ class ScalarModel(nn.Module):
         return self
 
     @property
+    def chooses_dtype(self) -> bool:
+        """True if ``dtype`` is ``auto`` and nothing is chosen yet."""
+        return self.dtype == AUTO
+
+    def settle_dtype(self, dtype: str) -> None:
+        """Takes a type in the place of ``auto``, before the backbone is loaded."""
+        self.dtype = dtype
+
+    def unload(self) -> None:
+        """Gives up the weights, so that the next :meth:`load` reads them again; a given object is kept."""
+        if isinstance(self._model, nn.Module) or (self.shared and self._team and self._team[0].is_loaded):
+            return
+        self.classifier, self.head, self._initial = None, None, {}
+
+    @property
     def given_name(self) -> str | None:
         """The name of its model; None for a loaded one."""
         return self._model if isinstance(self._model, str) else None
@@ -178,14 +205,17 @@ class ScalarModel(nn.Module):
             self._tokenizer = self._given_tokenizer or team.tokenizer(0)
         else:
             self.classifier, weight, self._tokenizer = self._load_own()
-        decoder = self._decoder
         like = self._like()
-        self.head = ScalarHead(decoder.config.get_text_config().hidden_size, head_dtype(like), like.device)
-        if weight is not None:
-            self.head.weight.data.copy_(weight)
+        if self.classifier is not None and not has_score_head(self.classifier):
+            self.head = ClassifierHead(self.classifier)  # trained: a new one is drawn for causal models only
             self.fitted = True
         else:
-            self._draw_head(1)
+            self.head = ScalarHead(self._decoder.config.get_text_config().hidden_size, head_dtype(like), like.device)
+            if weight is not None:
+                self.head.weight.data.copy_(weight)
+                self.fitted = True
+            else:
+                self._draw_head(1)
         self._choose_trainable()
         if self._renews_by_copy:
             self._initial = {name: value.detach().clone() for name, value in self._trained_backbone().items()}
@@ -196,12 +226,14 @@ class ScalarModel(nn.Module):
             classifier, weight = classifier_around(self._model)
             tokenizer = self._given_tokenizer
         else:
+            if self.chooses_dtype:
+                self.settle_dtype(resolve_auto("cpu"))  # where it is loaded
             source = resolve_source(str(self._model))
             classifier, weight = load_classifier(source, self.dtype)
             tokenizer = self._given_tokenizer or load_tokenizer_of(source)
-        # The head is ours, in float32; the classifier is the form in which the backbone is kept and saved.
-        head = score_head(classifier)
-        head.weight.requires_grad_(False)
+        if has_score_head(classifier):
+            # The head is ours, in float32; the classifier is the form in which the backbone is kept and saved.
+            classifier.score.weight.requires_grad_(False)
         if self.lora is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
@@ -219,7 +251,7 @@ class ScalarModel(nn.Module):
     def _choose_trainable(self) -> None:
         if self.classifier is not None:
             self.classifier.requires_grad_(False)
-        for parameter in self._trained_backbone().values():
+        for parameter in self.trained_parameters():
             parameter.requires_grad_(True)
 
     def _trained_backbone(self) -> dict[str, nn.Parameter]:
@@ -261,7 +293,8 @@ class ScalarModel(nn.Module):
         """Token ids of one item's prompts and of several joint responses to it.
 
         Prompts come first, so that all joint responses of an item begin with the same tokens; prompts and responses are
-        tokenised apart, so that no token crosses the border; there is no EOS at the end. All sides get the same prompt
+        tokenised apart, so that no token crosses the border; there is no EOS at the end, unless ``joint_text_eos`` says
+        so. All sides get the same prompt
         ids, cut on the left so that the longest side fits; a side that alone is too long is cut on the left as well.
         Both are counted (``truncated_joint_texts``) and warned of once.
 
@@ -273,7 +306,8 @@ class ScalarModel(nn.Module):
             Ids of the prompts, and of each side.
         """
         prefix = encode_prompt(self.tokenizer, joint_prompt(without_starts(self.tokenizer, prompts)))
-        responses = [encode_response(self.tokenizer, without_end(self.tokenizer, side)) for side in sides]
+        ends = self.closing_ids
+        responses = [encode_response(self.tokenizer, without_end(self.tokenizer, side)) + ends for side in sides]
         self._check_ids([prefix, *responses])
         limit = self.length_limit
         longest = max(map(len, responses))
@@ -325,6 +359,10 @@ class ScalarModel(nn.Module):
     def length_limit(self) -> int | None:
         """Most tokens of a text, None if neither the options nor the model name a limit."""
         limits = [self.max_length, context_length_of(self._decoder)]
+        if isinstance(self.head, ClassifierHead):
+            positions = getattr(getattr(self._decoder, "embeddings", None), "position_embeddings", None)
+            if isinstance(positions, nn.Embedding) and positions.padding_idx is not None:  # RoBERTa counts from there
+                limits.append(positions.num_embeddings - positions.padding_idx - 1)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
@@ -362,20 +400,36 @@ class ScalarModel(nn.Module):
         """
         assert self.load().head is not None
         if self._replaced:
-            raise RuntimeError(
+            raise RunError(
                 f"another {self.role} model took this one's adapter on the team's backbone; save one before loading "
                 "the next, and name the saved directory"
             )
+        if isinstance(self.head, ClassifierHead):
+            return self._by_own_forward(rows)
         decoder, mask = self._decoder, rows.attention_mask
         columns = torch.arange(mask.shape[1], device=mask.device)
         last = (mask * columns).argmax(1)
-        with self._active():
+        with self._active(), scoring_products(decoder):
             layout = lay_out(decoder, rows, None if self.gradient_checkpointing else columns == last[:, None])
             recomputing = layout.recomputing(decoder, lambda: (nullcontext(), self._active()))
             checkpointing = checkpointed_layers(decoder, recomputing) if self.gradient_checkpointing else nullcontext()
             with checkpointing, layout.reading(decoder):
                 states = decoder(**layout.inputs, use_cache=False)[0]
         return self.head(layout.pick(states, torch.arange(len(last), device=last.device), last))  # type: ignore[misc]
+
+    def _by_own_forward(self, rows: TokenBatch) -> Tensor:
+        """Scores as the classifier itself gives them: encoders read in both directions and pool as they were trained.
+
+        Rows are padded on the right, as :func:`pbrl_lightning.preferences.pair_tokens.collate_rows` has them.
+        """
+        config = self.classifier.config
+        if config.pad_token_id is None:
+            config.pad_token_id = self.pad_id
+        ids = rows.input_ids.masked_fill(~rows.attention_mask, config.pad_token_id)
+        recomputing = checkpointed_layers(self.classifier, lambda: (nullcontext(), nullcontext()))
+        with recomputing if self.gradient_checkpointing else nullcontext():
+            logits = self.classifier(input_ids=ids, attention_mask=rows.attention_mask.long()).logits
+        return logits[:, 0].to(head_dtype(logits))
 
     def save(self, directory: Path | str) -> None:
         """Writes it so that ``AutoModelForSequenceClassification.from_pretrained`` loads it; adapters are merged."""
@@ -387,9 +441,11 @@ class ScalarModel(nn.Module):
         if self.lora is not None:
             classifier.to(torch.promote_types(self._like().dtype, torch.float32))  # merged without rounding
         merge_adapter(classifier, self.adapter_name)
-        score = score_head(classifier)
-        score.weight.data = self.head.weight.data.detach().to(score.weight.device)  # type: ignore[union-attr]
+        if isinstance(self.head, ScalarHead):
+            score = score_head(classifier)
+            score.weight.data = self.head.weight.data.detach().to(score.weight.device)
         classifier.config.pad_token_id = self.pad_id
+        setattr(classifier.config, TEXT_END_KEY, bool(self.closing_ids))
         classifier.config.num_labels = 1
 
         def write(target: Path) -> None:

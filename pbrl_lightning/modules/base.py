@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import lightning as L
 import torch
@@ -16,29 +16,41 @@ from typing_extensions import override
 
 from pbrl_lightning.agents.prompts import render_messages
 from pbrl_lightning.agents.team import AgentTeam
-from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair, RolloutBatch
+from pbrl_lightning.batches import PairTokens, PreferencePair
 from pbrl_lightning.checkpoints import make_durable
+from pbrl_lightning.generation import predicted_texts
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.heap import keep_freed_memory
+from pbrl_lightning.lightning_features import check_features
+from pbrl_lightning.modules.gradients import clip_gradients, total_norm
+from pbrl_lightning.modules.restoring import drop_objects, load_module, saved_options
+from pbrl_lightning.modules.run_dtype import DtypeHolder, RunDtype
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
 from pbrl_lightning.reporting.quiet import drop_advertisements
 from pbrl_lightning.resume import settle_epoch
-from pbrl_lightning.rounds import log_to, writes_logs
+from pbrl_lightning.rounds import batches_per_update, log_to, writes_logs
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.sharding import share_out
 from pbrl_lightning.timing import Stopwatch, spending
-from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.errors import CheckpointError, ConfigurationError, RunError, raise_together
 
 if TYPE_CHECKING:
     from pbrl_lightning.models.reward import JointRewardModel
     from pbrl_lightning.modules.marl import MARLModule
 
 Metrics = dict[str, Tensor | float]
+_WEIGHTS = {"state_dict", "current_model_state"}
+"""Where a checkpoint holds weights; the second beside a ``WeightAveraging``, whose average is the first."""
 
 drop_advertisements()
 
 
-class LearnerModule(L.LightningModule):
+def by_agent(name: str, values: Tensor) -> Metrics:
+    """One number per agent, shape ``(N,)``, under the names ``NAME/agent_0``, ``NAME/agent_1`` and so on."""
+    return {f"{name}/agent_{agent}": value for agent, value in enumerate(values.unbind())}
+
+
+class LearnerModule(RunDtype):
     """Base of all modules: one AdamW with a named parameter group per agent, reward model and critic.
 
     A subclass gives the loss of a batch in :meth:`step`.
@@ -67,6 +79,15 @@ class LearnerModule(L.LightningModule):
     last_loss: tuple[str, Tensor | float] | None
     """Name and value of the loss that was logged last, detached; for whoever shows the progress."""
 
+    val_margins_name = "val/margins"
+    """The same for held-out pairs."""
+
+    measures_pairs = False
+    """True if it can be measured on held-out pairs while it trains."""
+
+    held_out_names: tuple[str, ...] = ()
+    """What is logged of them."""
+
     def __init__(
         self,
         *,
@@ -78,10 +99,16 @@ class LearnerModule(L.LightningModule):
             raise ConfigurationError(f"`weight_decay` must be >= 0, got {weight_decay}")
         self.weight_decay = weight_decay
         self.lr_scheduler = lr_scheduler
-        # Checkpoints hold what is trained and no frozen backbone; `on_load_checkpoint` checks that nothing lacks.
+        # Checkpoints hold no frozen backbone; `on_load_checkpoint` checks that no trained weight is missing.
         self.strict_loading = False
         self._batch_started = Stopwatch()
         self.last_loss = None
+        self._resumed_metrics: dict[str, float] = {}
+
+    @property
+    @abstractmethod
+    def step_metrics(self) -> list[str]:
+        """Names of what is logged of batches and rollouts, without those per agent; callbacks can monitor them."""
 
     @abstractmethod
     def make_schedule(self, iterative: bool) -> RoundSchedule:
@@ -159,15 +186,17 @@ class LearnerModule(L.LightningModule):
             GracefulStop,
             RoundFigures,
             RoundTimes,
+            RunDirectory,
             RunReport,
         )
 
         # What a logger gets is shown once more at the end; who logs nothing gets no pictures either.
         pictures = [RoundFigures(), RunReport()] if writes_logs(self.trainer) else []
-        return [CollectionProgress(), RoundTimes(), AgentExport(), *pictures, GracefulStop()]
+        return [CollectionProgress(), RunDirectory(), RoundTimes(), AgentExport(), *pictures, GracefulStop()]
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
+        check_features(self.trainer, self)  # the first hook of any run
         present = [type(callback) for callback in self.trainer.callbacks]  # type: ignore[attr-defined]
         return [new for new in self.wanted_callbacks() if not any(issubclass(there, type(new)) for there in present)]
 
@@ -175,10 +204,42 @@ class LearnerModule(L.LightningModule):
     def configure_model(self) -> None:
         # After the data module's setup, so that a wrong configuration is reported before anything is loaded.
         make_durable(self.trainer)
+        self.settle_dtype()
         self.load()
+        self.warn_of_emulated_types()
         share_out(self)
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
+
+    @override
+    def on_train_start(self) -> None:
+        # Of a run resumed inside an epoch, whose beginning Lightning leaves out.
+        self.trainer.accumulate_grad_batches = batches_per_update(self.trainer)
+        for name, value in self._resumed_metrics.items():
+            self.trainer.callback_metrics.setdefault(name, torch.tensor(value))
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """The same as validation: ``trainer.test`` and ``trainer.validate`` log the same numbers."""
+        del dataloader_idx
+        self.validation_step(batch, batch_idx)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+    @override
+    def predict_step(self, indices: list[int], batch_idx: int) -> list[list[list[str]]]:
+        """The responses to task items; only modules with a team have them.
+
+        Raises:
+            ConfigurationError: If the module has no team.
+        """
+        del indices, batch_idx
+        raise ConfigurationError(
+            f"a {type(self).__name__} has no team that could respond: use `trainer.validate`, or score joint responses "
+            "with the reward model's `score_texts`"
+        )
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -199,8 +260,6 @@ class LearnerModule(L.LightningModule):
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         del outputs, batch_idx
-        if isinstance(batch, RolloutBatch):  # the loggers have it already; for ModelCheckpoint(monitor=…)
-            self.log_dict(self.trainer.datamodule.rollout_metrics, logger=False)  # type: ignore[attr-defined]
         num_tokens = sum(int(rows.attention_mask.sum()) for rows in batch.agents)
         seconds = self._batch_started.stop("training")
         self.log("train/tokens_per_second", num_tokens / max(seconds, 1e-9), batch_size=len(batch))
@@ -239,25 +298,74 @@ class LearnerModule(L.LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips each parameter group by itself: one agent's large gradient does not shrink another's."""
-        if not gradient_clip_val:
-            return
-        for group in optimizer.param_groups:
-            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if moving and gradient_clip_algorithm == "value":
-                torch.nn.utils.clip_grad_value_(moving, gradient_clip_val)
-            elif moving:
-                torch.nn.utils.clip_grad_norm_(moving, gradient_clip_val)
+        """Clips each parameter group by itself: one agent's large gradient does not shrink another's.
+
+        Logs the norm of each group's gradient before that, and of all together.
+        """
+        norms = {
+            group["name"]: norm
+            for group in optimizer.param_groups
+            if (norm := clip_gradients(group["params"], gradient_clip_val, gradient_clip_algorithm)) is not None
+        }
+        if norms:
+            by_group = {f"train/grad_norm/{name}": norm for name, norm in norms.items()}
+            self.log_dict({"train/grad_norm": total_norm(list(norms.values())), **by_group})
+
+    @classmethod
+    @override
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """A module with the options and trained weights of a checkpoint; frozen backbones are loaded by their names.
+
+        Args:
+            checkpoint_path: A ``.ckpt`` file, or a run's directory for its newest one.
+            map_location: As in ``torch.load``; default: where the weights were.
+            hparams_file: Not taken: the checkpoint holds the options.
+            strict: Every trained weight must be there in any case.
+            weights_only: True in any case: a checkpoint runs no code.
+            **kwargs: Options of the module in the place of the saved ones, such as ``team=``.
+
+        Raises:
+            ConfigurationError: If it is another module's, or does not hold what is needed; says what to give.
+        """
+        del strict
+        if hparams_file is not None or weights_only is False:
+            raise ConfigurationError("`hparams_file` and `weights_only=False` are not taken: the options are saved")
+        return load_module(cls, checkpoint_path, map_location, kwargs)
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Takes the trained weights of a checkpoint, and moves to where they are.
+
+        Args:
+            checkpoint: As loaded; its epoch is settled in place.
+        """
+        self.check()
+        self.on_load_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        self.load_state_dict(state, strict=False)
+        self.to(next((value.device for value in state.values()), self.device))
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["options"] = saved_options(self)
+        drop_objects(checkpoint)
         # What this run does not train stays out: frozen backbones, adapters of earlier runs on the same team. Tied
         # weights have several names, and all of them are in the state dict.
         everything = self.named_parameters(remove_duplicate=False)
         trained = self._trained()
         frozen = {name for name, parameter in everything if id(parameter) not in trained}
-        state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in frozen}
+        for part in _WEIGHTS & checkpoint.keys():
+            checkpoint[part] = {name: value for name, value in checkpoint[part].items() if name not in frozen}
+        # What callbacks monitor may be logged once a round.
+        checkpoint["callback_metrics"] = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        checkpoint["dtype"] = self.run_dtype
 
     def _trained(self) -> set[int]:
         """Identities of the parameters in the optimizer's groups."""
@@ -266,15 +374,24 @@ class LearnerModule(L.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         settle_epoch(checkpoint)
+        self.take_dtype(checkpoint.get("dtype"))
         self.load()
         moving = self._trained()
         trained = {name for name, parameter in self.named_parameters() if id(parameter) in moving}
         missing = sorted(trained - set(checkpoint["state_dict"]))
         if missing:
-            raise KeyError(f"the checkpoint lacks {len(missing)} trained weights, such as {missing[0]!r}")
+            raise CheckpointError(
+                f"{len(missing)} trained weights are missing from the checkpoint, such as {missing[0]!r}"
+            )
         unknown = sorted(set(checkpoint["state_dict"]) - set(self.state_dict()))
         if unknown:
-            raise KeyError(f"the checkpoint has {len(unknown)} weights that this run lacks, such as {unknown[0]!r}")
+            raise CheckpointError(
+                f"the checkpoint has {len(unknown)} weights that this run does not have, such as {unknown[0]!r}"
+            )
+        self._resumed_metrics = checkpoint.get("callback_metrics", {})
+        if "averaging_state" in checkpoint:  # WeightAveraging reads what is frozen too
+            for part in _WEIGHTS:
+                checkpoint[part] = {**self.state_dict(), **checkpoint[part]}
 
     @override
     def on_train_end(self) -> None:
@@ -343,7 +460,9 @@ class TeamModule(LearnerModule):
     def wanted_callbacks(self) -> list[L.Callback]:
         from pbrl_lightning import callbacks as ours
 
-        wanted: list[L.Callback] = [ours.JointEvaluation(), *super().wanted_callbacks()]
+        wanted: list[L.Callback] = super().wanted_callbacks()
+        if self.trainer.limit_val_batches != 0:
+            wanted.insert(0, ours.JointEvaluation())
         if writes_logs(self.trainer) and self.collects_pairs:
             wanted.append(ours.SampleTable())
         if self.trainer.checkpoint_callbacks and self.collects_pairs:
@@ -360,6 +479,10 @@ class TeamModule(LearnerModule):
     @override
     def load(self) -> None:
         self.team.load()
+
+    @override
+    def dtype_holders(self) -> list[DtypeHolder]:
+        return [self.team]
 
     @override
     def export(self, directory: Path) -> None:
@@ -394,20 +517,34 @@ class TeamModule(LearnerModule):
         return render_messages(self.team.tokenizer(0), messages, add_generation_prompt)
 
     @override
-    def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
+    def predict_step(self, indices: list[int], batch_idx: int) -> list[list[list[str]]]:
+        """One joint response to each of these task items, as :meth:`AgentTeam.generate` returns them."""
         del batch_idx
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        return predicted_texts(self.team, data.predicted_items, indices, sampling=data.sampling, seed=data.seed)
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        del batch_idx, dataloader_idx
         self._validation_rewards.append(batch.rewards)
-        for name, value in batch.metrics.items():
-            self.log(f"eval/{name}", value, batch_size=len(batch), on_epoch=True, on_step=False)
+        self.log_dict(
+            {f"eval/{name}": value for name, value in batch.metrics.items()},
+            batch_size=len(batch),
+            on_epoch=True,
+            on_step=False,
+            add_dataloader_idx=False,
+        )
 
     @override
     def on_validation_epoch_end(self) -> None:
         """Logs the mean reward over all items, its standard error and the number of scored joint responses."""
-        rewards = torch.cat(self._validation_rewards) if self._validation_rewards else torch.empty(0)
+        if not self._validation_rewards:
+            return  # a fit, which measures pairs alone
+        rewards = torch.cat(self._validation_rewards)
         self._validation_rewards.clear()
         rewards = rewards[~rewards.isnan()]
         if not len(rewards):
-            raise RuntimeError("no joint response of the evaluation items got a score")
+            raise RunError("no joint response of the evaluation items got a score")
         error = rewards.std() / len(rewards) ** 0.5 if len(rewards) > 1 else torch.tensor(float("inf"))
         self.log("eval/turn_1/reward_mean", rewards.mean().float())
         self.log("eval/turn_1/expected_return", rewards.mean().float())

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryCalibrationError
 from typing_extensions import override
 
@@ -20,6 +18,8 @@ from pbrl_lightning.batches import PairBatch, PairTokens, PreferencePair
 from pbrl_lightning.losses import bradley_terry_losses, require_finite
 from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import LearnerModule, Metrics
+from pbrl_lightning.modules.held_out import held_out_metrics, log_and_reset, print_held_out
+from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError
 
@@ -44,6 +44,9 @@ class JointRewardModule(LearnerModule):
 
     pair_batch_size = 1
     pair_margins_name = "reward/margins"
+    val_margins_name = "reward/val_margins"
+    measures_pairs = True
+    held_out_names = ("reward/val_loss", "reward/val_accuracy", "reward/val_margin", "reward/val_calibration_error")
     val_fraction = 0.1
 
     def __init__(
@@ -63,11 +66,13 @@ class JointRewardModule(LearnerModule):
         self.reward_model = reward_model
         self.num_train_epochs = num_train_epochs
         self.learning_rate = learning_rate
-        # Sums and counts, so that batches of different sizes and ranks weigh as their pairs do.
-        self.held_out = MetricCollection(
-            {"loss": MeanMetric(), "accuracy": MeanMetric(), "margin": MeanMetric()}, prefix="reward/val_"
-        )
+        self.held_out = held_out_metrics("reward/val_", "accuracy")
         self.calibration = BinaryCalibrationError(n_bins=10)
+
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        return ["reward/loss", "reward/accuracy", "reward/margin"]
 
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
@@ -88,6 +93,15 @@ class JointRewardModule(LearnerModule):
     @override
     def load(self) -> None:
         self.reward_model.bind(None).load().set_trained(True)
+
+    @override
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        super().restore(checkpoint)
+        self.reward_model.fitted = checkpoint["global_step"] > 0
+
+    @override
+    def dtype_holders(self) -> list[DtypeHolder]:
+        return [self.reward_model]
 
     @override
     def export(self, directory: Path) -> None:
@@ -147,21 +161,14 @@ class JointRewardModule(LearnerModule):
     @override
     def on_validation_epoch_end(self) -> None:
         """Logs loss, accuracy and margin over all held-out pairs, and the expected calibration error."""
-        self.log_dict({name: value.float() for name, value in self.held_out.compute().items()})
         self.log("reward/val_calibration_error", self.calibration.compute())
-        self.held_out.reset()
-        self.calibration.reset()
+        log_and_reset(self, self.held_out, self.calibration)
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self.reward_model.fitted = True
-        found = {name: value for name, value in self.trainer.callback_metrics.items() if name.startswith("reward/val_")}
-        if found:
-            listed = ", ".join(
-                f"{name.removeprefix('reward/val_')} {value:.3f}" for name, value in sorted(found.items())
-            )
-            rank_zero_info(f"held-out pairs: {listed}")
+        print_held_out(self.trainer, "reward/val_")
 
 
 def _winner_reads_first(batch: PairBatch) -> list[bool]:

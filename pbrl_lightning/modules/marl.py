@@ -26,7 +26,8 @@ from pbrl_lightning.batches import RolloutBatch, TokenBatch
 from pbrl_lightning.losses import KL_EXPONENT_LIMIT, k3_kl, policy_gradient_losses, require_finite, value_losses
 from pbrl_lightning.models.critic import AttachedCritics, Critic, JointCritic, SeparateCritics, TextCritic
 from pbrl_lightning.models.reward import JointRewardModel
-from pbrl_lightning.modules.base import Metrics, TeamModule
+from pbrl_lightning.modules.base import Metrics, TeamModule, by_agent
+from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.rollouts import Rows
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
@@ -107,6 +108,16 @@ class MARLModule(TeamModule):
         """The fitted reward model that scores rollouts, None for the task reward."""
         return self._reward_model[0]
 
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        of_rollouts = [f"rollout/{name}" for name in ("scored_responses", "tokens_per_second")]
+        of_rollouts += [f"turn_1/{name}" for name in ("reward_mean", "expected_return", "reward_standard_error")]
+        if self.reference_kl is not None:
+            of_rollouts += ["policy/kl", "policy/kl_clamped_tokens"]
+        critics = ["value/loss"] if self.critic is not None else []
+        return ["policy/loss", "policy/logp", "policy/response_length", *critics, *of_rollouts]
+
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         if iterative:
@@ -152,6 +163,16 @@ class MARLModule(TeamModule):
         if self.reference_kl is not None and not self._reference:
             self._reference = (ReferencePolicies(self.team, self.reference_kl.devices),)
             self._reference_used = False
+
+    @override
+    def dtype_holders(self) -> list[DtypeHolder]:
+        others = [model for model in (self.critic, self.reward_model) if model is not None]
+        return [self.team, *others]
+
+    @override
+    def unload(self) -> None:
+        super().unload()
+        self._reference = ()
 
     def begin_fit(self, resumed: bool) -> None:
         """Takes the reference anew where an earlier fit used it; a resumed run keeps the one it began with."""
@@ -204,7 +225,14 @@ class MARLModule(TeamModule):
         policy = policy_gradient_losses(logps, batch.advantages.to(logps.dtype))
         policy_loss = (policy * batch.weights).sum() * batch.loss_scale
         quantities = {f"agent {i}'s log-probabilities": p for i, p in enumerate(logps)}
-        metrics: Metrics = {"policy/loss": policy_loss.detach(), "policy/logp": logps.detach().mean()}
+        lengths = torch.stack([rows.response_mask.sum(1) for rows in batch.agents]).float()
+        metrics: Metrics = {
+            "policy/loss": policy_loss.detach(),
+            "policy/logp": logps.detach().mean(),
+            **by_agent("policy/logp", logps.detach().mean(1)),
+            "policy/response_length": lengths.mean(),
+            **by_agent("policy/response_length", lengths.mean(1)),
+        }
         loss = policy_loss
         # 3. The critics' loss.
         if self.critic is not None:

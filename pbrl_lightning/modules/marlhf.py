@@ -21,8 +21,10 @@ from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import Metrics, TeamModule
 from pbrl_lightning.modules.joint_reward import JointRewardModule
 from pbrl_lightning.modules.marl import MARLModule
+from pbrl_lightning.modules.run_dtype import DtypeHolder
 from pbrl_lightning.schedule import RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.options import record_options
 
 
 class MARLHFModule(TeamModule):
@@ -76,6 +78,7 @@ class MARLHFModule(TeamModule):
         weight_decay: float = 0.01,
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
+        record_options(self, locals())
         super().__init__(
             team,
             num_iterations=num_iterations,
@@ -135,6 +138,11 @@ class MARLHFModule(TeamModule):
     def policy_updates(self) -> int:
         return self._policy_updates
 
+    @property
+    @override
+    def step_metrics(self) -> list[str]:
+        return [*self.reward.step_metrics, *self.policy.step_metrics]
+
     @override
     def make_schedule(self, iterative: bool) -> RoundSchedule:
         reward_epochs = self.reward.num_train_epochs or (2 if iterative else 1)
@@ -166,6 +174,15 @@ class MARLHFModule(TeamModule):
     def load(self) -> None:
         self.policy.load_policy_stage()
         self.reward_model.bind(self.team).load().set_trained(True)
+
+    @override
+    def dtype_holders(self) -> list[DtypeHolder]:
+        return [*self.policy.dtype_holders(), self.reward_model]
+
+    @override
+    def unload(self) -> None:
+        self.policy.unload()
+        self.reward_model.unload()
 
     @override
     def on_fit_start(self) -> None:
@@ -219,6 +236,11 @@ class MARLHFModule(TeamModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         del optimizer
         self._policy_updates += self._in_policy_phase
+
+    @override
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        super().restore(checkpoint)
+        self.reward_model.fitted = checkpoint["global_step"] > 0
 
     @override
     def export(self, directory: Path) -> None:

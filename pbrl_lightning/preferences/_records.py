@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from pbrl_lightning.batches import PreferencePair
+from pbrl_lightning.utils.errors import ConfigurationError
 
 _TEXT_KEYS = ("prompts", "winner_completions", "loser_completions")
 _NUMBER_KEYS = ("winner_reward", "loser_reward", "candidate_reward_mean")
 _OPTIONAL_NUMBER_KEYS = ("target_raw_reward", "comparator_raw_reward")
 
 
-class RoundFileError(ValueError):
+class RoundFileError(ConfigurationError):
     """A round file or record is damaged or does not have the format of one."""
 
 

@@ -19,6 +19,7 @@ from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.scoring import JudgeScorer, OracleScorer, PreferenceJudge, Scorer, Scores, Side
 from pbrl_lightning.preferences.selection import PairSelection, base_pairs, comparator_pairs
 from pbrl_lightning.randomness import counted_generator
+from pbrl_lightning.samples import response_tokens
 from pbrl_lightning.timing import spending
 
 
@@ -58,6 +59,10 @@ class Collection:
         num_comparator_responses: Those of the comparator.
         num_tokens: Their tokens.
         raw_rewards: The scores before the processor, those of the pairs apart.
+        outcomes: Of each comparison with the comparator, all candidates of the same index that have both scores: 1 if
+            the current agents' score is higher, 0.5 for a tie, 0 if it is lower.
+        response_tokens: Per agent, tokens of each of the current agents' responses, EOS included; empty where tokens
+            belong to no single agent.
     """
 
     pairs: list[PreferencePair] = field(default_factory=list)
@@ -67,6 +72,8 @@ class Collection:
     num_comparator_responses: int = 0
     num_tokens: int = 0
     raw_rewards: RawRewards = field(default_factory=RawRewards)
+    outcomes: list[float] = field(default_factory=list)
+    response_tokens: list[list[int]] = field(default_factory=list)
 
     def extend(self, other: Collection) -> None:
         """Adds another part."""
@@ -77,6 +84,11 @@ class Collection:
         self.num_comparator_responses += other.num_comparator_responses
         self.num_tokens += other.num_tokens
         self.raw_rewards.extend(other.raw_rewards)
+        self.outcomes += other.outcomes
+        missing = len(other.response_tokens) - len(self.response_tokens)
+        self.response_tokens += [[] for _ in range(missing)]
+        for own, more in zip(self.response_tokens, other.response_tokens, strict=False):
+            own += more
 
 
 @dataclass
@@ -236,7 +248,14 @@ class Collector:
             actors=[score.raw for score in scores.values()],
             selected_actors=[scores[index].raw for pair in kept for index in (pair.winner, pair.loser)],
         )
-        return Collection(pairs, list(values.values()), [], len(sample.joint_indices), 0, sample.num_tokens, raw)
+        return Collection(
+            pairs=pairs,
+            actor_rewards=list(values.values()),
+            num_responses=len(sample.joint_indices),
+            num_tokens=sample.num_tokens,
+            raw_rewards=raw,
+            response_tokens=response_tokens(sample),
+        )
 
     def _against(
         self,
@@ -280,8 +299,22 @@ class Collector:
             [actor_scores[pair.index].raw for pair in kept],
             [other_scores[pair.index].raw for pair in kept],
         )
-        num_responses = len(actor.joint_indices) + said
-        return Collection(pairs, actor_rewards, other_rewards, num_responses, said, num_tokens, raw)
+        return Collection(
+            pairs=pairs,
+            actor_rewards=actor_rewards,
+            comparator_rewards=other_rewards,
+            num_responses=len(actor.joint_indices) + said,
+            num_comparator_responses=said,
+            num_tokens=num_tokens,
+            raw_rewards=raw,
+            outcomes=[outcome(actor_values[index], other_values[index]) for index in compared],
+            response_tokens=response_tokens(actor),
+        )
+
+
+def outcome(current: float, comparator: float) -> float:
+    """A comparison as the current agents see it: 1 for a win, 0.5 for a tie, 0 for a loss."""
+    return 0.5 * (1 + (current > comparator) - (current < comparator))
 
 
 def _ignore(_items: int) -> None:

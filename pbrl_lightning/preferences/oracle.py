@@ -22,7 +22,7 @@ from pbrl_lightning.batches import RoleView, TaskItem
 from pbrl_lightning.concurrency import each, opened, run_to_end
 from pbrl_lightning.importing import resolve_callable
 from pbrl_lightning.preferences.fingerprint import fingerprint
-from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.errors import ConfigurationError, OptionTypeError, RunError
 
 __all__ = ["Oracle", "OracleError", "Score", "resolve_callable"]
 
@@ -30,7 +30,7 @@ _PREVIEW = reprlib.Repr()
 _PREVIEW.maxother = _PREVIEW.maxstring = 80
 
 
-class OracleError(RuntimeError):
+class OracleError(RunError):
     """The reward function or processor failed, or gave something that is not one number per joint response."""
 
 
@@ -289,7 +289,7 @@ def _ignore(_: dict[int, float | None]) -> None:
 
 def _callable_argument(name: str, given: str | Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(given, str) and not callable(given):
-        raise TypeError(f"`{name}` must be a callable or an import path, got {_describe(given)}")
+        raise OptionTypeError(f"`{name}` must be a callable or an import path, got {_describe(given)}")
     try:
         return resolve_callable(given)
     except ValueError as error:

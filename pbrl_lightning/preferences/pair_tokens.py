@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -77,6 +78,20 @@ def drop_identical(
     return [pairs[index] for index in kept], [tokens[index] for index in kept]
 
 
+def used_batches(num_batches: int, limit: int | float) -> int:
+    """Batches of an epoch that Lightning uses.
+
+    Args:
+        num_batches: Length of the loader.
+        limit: ``limit_train_batches``: a number of batches as an int, or a share of them as a float.
+
+    Example:
+        >>> used_batches(5, 3), used_batches(5, 0.5), used_batches(5, 1.0)
+        (3, 2, 5)
+    """
+    return min(limit, num_batches) if isinstance(limit, int) else int(num_batches * limit)
+
+
 def collate_rows(prompts: list[list[int]], responses: list[list[int]], pad_id: int) -> TokenBatch:
     """Rows of prompt + response, padded on the right. Masks come from lengths, never from ids.
 
@@ -116,6 +131,7 @@ class PairLoader:
         accumulation: Batches per optimizer step.
         rank: This process.
         world_size: Number of processes.
+        limit: Lightning's ``limit_train_batches``: the batches of an epoch that are used, or their share.
     """
 
     pad_ids: list[int]
@@ -128,6 +144,7 @@ class PairLoader:
     accumulation: int = 1
     rank: int = 0
     world_size: int = 1
+    limit: int | float = 1.0
 
     def __post_init__(self) -> None:
         self._start = self._position = 0
@@ -158,14 +175,16 @@ class PairLoader:
         filled = own + [rows[0]] * (self.batch_size - len(own)) if self.world_size > 1 else own
         weights = torch.tensor([1.0] * len(own) + [0.0] * (len(filled) - len(own)))
         # Rows of this optimizer step, over ranks and accumulated batches.
-        step = index // self.accumulation
-        step_rows = len(order[step * self.accumulation * size : (step + 1) * self.accumulation * size])
-        means = torch.tensor([self.pairs[row].candidate_reward_mean for row in filled], dtype=torch.float64)
+        first = index - index % self.accumulation
+        last = min(first + self.accumulation, used_batches(len(self), self.limit))
+        step_rows = len(order[first * size : last * size])
+        pairs = [self.pairs[row] for row in filled]
+        means = [pair.candidate_reward_mean if pair.has_rewards else math.nan for pair in pairs]
         return PairBatch(
             agents=[self._rows(reader, filled) for reader in range(len(self.pad_ids))],
             weights=weights,
             loss_scale=self.world_size * self.accumulation / step_rows,
-            candidate_reward_means=means,
+            candidate_reward_means=torch.tensor(means, dtype=torch.float64),
         )
 
     def _rows(self, reader: int, rows: list[int]) -> TokenBatch:

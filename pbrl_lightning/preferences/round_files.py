@@ -9,7 +9,7 @@ import os
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -25,8 +25,8 @@ from pbrl_lightning.preferences._records import (
     pair_from_record,
     pair_to_record,
 )
-from pbrl_lightning.preferences.text_pairs import Render, check_same_agents, read_pair_lines
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+from pbrl_lightning.preferences.pair_sources import read_pairs
+from pbrl_lightning.utils.errors import ConfigurationError, RunError, file_error
 
 __all__ = [
     "ForeignReplayError",
@@ -45,7 +45,7 @@ _ROUND_NAME = re.compile(r"iteration_\d+\.json")
 _CACHED_ROUNDS = 4
 
 
-class ForeignReplayError(RuntimeError):
+class ForeignReplayError(RunError):
     """The replay directory belongs to another run."""
 
 
@@ -80,44 +80,6 @@ def read_round_file(path: str | Path) -> list[PreferencePair]:
         OSError: If it cannot be read.
     """
     return decode_round(path, Path(path).read_bytes())
-
-
-def read_pairs(paths: str | Path | Iterable[str | Path], render: Render | None = None) -> list[PreferencePair]:
-    """Read one or several files of pairs, in the given order.
-
-    Args:
-        paths: A file or files: round files, and ``.jsonl`` files of records or of TRL's chosen/rejected pairs
-            (``read_pair_lines``).
-        render: Makes text of the messages of conversational pairs; None writes them plainly.
-
-    Returns:
-        Their pairs, at least one.
-
-    Raises:
-        ConfigurationError: If no file is given, one is given twice, or there is no pair in them.
-        MissingFileError: If files do not exist; the message names them all.
-        RoundFileError: If a file is damaged, or a pair is of another number of agents than the first one.
-    """
-    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    if not files:
-        raise ConfigurationError("`pairs` must name at least one round file, got an empty list")
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        raise MissingFileError(f"`pairs` must name existing files, got {', '.join(missing)}")
-    resolved = [file.resolve() for file in files]
-    twice = [str(file) for position, file in enumerate(files) if resolved[position] in resolved[:position]]
-    if twice:
-        raise ConfigurationError(f"`pairs` must name each file once, got {', '.join(twice)} again")
-    places: list[tuple[str, PreferencePair]] = []
-    for file in files:
-        if file.suffix.lower() == ".jsonl":
-            places += read_pair_lines(file, render)
-        else:
-            places += ((f"{file}, pair {index}", pair) for index, pair in enumerate(read_round_file(file)))
-    if not places:
-        raise ConfigurationError(f"`pairs` must hold at least one pair, got none in {', '.join(map(str, files))}")
-    check_same_agents(places)
-    return [pair for _, pair in places]
 
 
 @dataclass(frozen=True)
@@ -188,7 +150,7 @@ class RoundStore:
                 raise PermissionError("no permission to write")
         except OSError as error:
             message = f"`replay_dir` must be a directory that can be written to, got {self.directory}: {error}"
-            raise type(error)(message) from error
+            raise file_error(error, message) from error
         if owner != run_id:
             raise ForeignReplayError(
                 f"`replay_dir` {self.directory} belongs to run {owner!r}, not to this run {run_id!r}; choose another "

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from pbrl_lightning.randomness import counted_permutation
-from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 
 PairSelection = Literal["reward_gap", "random", "all", "comparator_reward"]
 Side = Literal["actor", "comparator"]
@@ -164,8 +164,7 @@ def validate_selection(selection: str, pairs_per_sample: int | None, iterative: 
             problems.append(f"`pairs_per_sample` must be an integer >= 1 or null, got {pairs_per_sample!r}")
         elif selection == "all":
             problems.append(f"`pairs_per_sample` must be null with pair_selection 'all', got {pairs_per_sample}")
-    if problems:
-        raise ConfigurationError("\n".join(problems))
+    raise_together(problems)
 
 
 _BASE_SELECTIONS = tuple(name for name in get_args(PairSelection) if name != "comparator_reward")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,11 +39,11 @@ def read_pair_lines(path: str | Path, render: Render | None = None) -> list[tupl
       both sides begin with. A text ``prompt`` beside messages is the user's message, and may be theirs, too; a text
       ``chosen`` and ``rejected`` after messages are the assistant's.
 
-    Further keys are ignored. A chosen/rejected pair is of one agent. Such a file holds no scores, so the winner's is
-    1, the loser's 0 and the candidates' mean 0.5.
+    Further keys are ignored. A chosen/rejected pair is of one agent. It holds no scores (``has_rewards`` is False): the
+    winner's is 1, the loser's 0 and the candidates' mean 0.5.
 
     Args:
-        path: The file, UTF-8.
+        path: The file, UTF-8; a name that ends with ``.gz`` is a gzipped one.
         render: Makes text of messages, the second argument says whether the beginning of an answer is to follow
             (``add_generation_prompt``). What it adds after an answer stays part of the completion. None writes
             ``"role: content\n"`` for each message and begins an answer with ``"assistant: "``.
@@ -54,11 +56,15 @@ def read_pair_lines(path: str | Path, render: Render | None = None) -> list[tupl
         OSError: If the file cannot be read.
     """
     pairs = []
-    with Path(path).open("rb") as file:  # as bytes, a line ends at "\n" only: JSON texts may hold U+2028
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                pairs.append((where, _pair_of_line(where, line, render or render_plainly)))
+    opener = gzip.open if str(path).lower().endswith(".gz") else open
+    with opener(path, "rb") as file:  # as bytes, a line ends at "\n" only: JSON texts may hold U+2028
+        try:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    pairs.append((where, pair_from_row(where, _decode(where, line), render)))
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise RoundFileError(f"{path} is not a whole gzip file: {error}") from error
     return pairs
 
 
@@ -80,15 +86,24 @@ def check_same_agents(places: list[tuple[str, PreferencePair]]) -> None:
             )
 
 
-def _pair_of_line(where: str, line: bytes, render: Render) -> PreferencePair:
+def pair_from_row(where: str, record: object, render: Render | None = None) -> PreferencePair:
+    """The pair of one of the formats that :func:`read_pair_lines` lists; its keys say which.
+
+    Args:
+        where: Its place, for messages.
+        record: What was read.
+        render: As there.
+
+    Raises:
+        RoundFileError: If it has none of the formats.
+    """
     try:
-        return _pair_of_object(where, _decode(where, line), render)
+        return _pair_of_object(where, record, render or render_plainly)
     except RecursionError as error:
         raise RoundFileError(f"{where}: lists or objects are nested too deeply") from error
 
 
 def _pair_of_object(where: str, record: object, render: Render) -> PreferencePair:
-    """The pair of one of the formats, told apart by the keys."""
     if not isinstance(record, dict):
         raise RoundFileError(f"{where}: a pair must be an object, got {describe(record)}")
     if all(key in record for key in _RECORD_KEYS):
@@ -110,6 +125,8 @@ def _decode(where: str, line: bytes) -> Any:
         raise RoundFileError(f"{where}: not a whole JSON text: {error.msg} at column {error.colno}") from error
     except ValueError as error:
         raise RoundFileError(f"{where}: not a whole JSON text: {error}") from error
+    except RecursionError as error:
+        raise RoundFileError(f"{where}: lists or objects are nested too deeply") from error
 
 
 def _pair_of_record(where: str, record: object) -> PreferencePair:
@@ -139,7 +156,7 @@ def _pair_of_sides(where: str, record: dict[str, Any], render: Render) -> Prefer
         prompt, winner, loser = _render_sides(where, messages, render)
     if winner == loser:
         raise RoundFileError(f"{where}: `chosen` and `rejected` must differ, got twice {describe(winner)}")
-    return PreferencePair([prompt], [winner], [loser], winner_reward=1.0, loser_reward=0.0, candidate_reward_mean=0.5)
+    return PreferencePair([prompt], [winner], [loser], 1.0, 0.0, candidate_reward_mean=0.5, has_rewards=False)
 
 
 def _place_prompt(where: str, prompt: str, messages: dict[str, _Messages]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pbrl_lightning.utils.errors import RunError
 
-class ApiError(RuntimeError):
+
+class ApiError(RunError):
     """A request to a remote model failed; its message holds no key.
 
     Attributes:

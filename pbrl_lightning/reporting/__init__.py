@@ -1,1 +1,1 @@
-"""What a run says of itself while it works."""
+"""What is said of a run while it works, and the comparison of runs."""

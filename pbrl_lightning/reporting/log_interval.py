@@ -6,6 +6,8 @@ from typing import Final
 
 import lightning as L
 
+from pbrl_lightning.rounds import batches_per_update
+
 LIGHTNINGS_DEFAULT: Final = 50
 _POINTS: Final = 100
 
@@ -45,7 +47,7 @@ class LogInterval:
         """
         if not self._chosen:
             return
-        steps = epochs * -(-batches // trainer.accumulate_grad_batches)
+        steps = epochs * -(-batches // batches_per_update(trainer))
         if trainer.max_steps > 0:
             steps = min(steps, trainer.max_steps)
         trainer.log_every_n_steps = log_interval(batches, steps)  # type: ignore[attr-defined]

@@ -106,7 +106,10 @@ def main() -> None:
 
 
 def examine(context: str, tests: str, entry_point: str, worker: Worker) -> dict[str, Any]:
-    """Runs the tests; every ``assert`` is one, and one that fails does not end the others.
+    """Runs the tests; every ``assert`` that names something is one, and one that fails does not end the others.
+
+    A true ``assert`` of constants (HumanEval's ``assert True, "…"``) says nothing about the program and does not
+    count; a false one that is reached (``else: assert False``) is a test that failed.
 
     Returns:
         ``passed`` and ``total`` tests, whether the tests came to their end (``completed``), and the first ``problem``.
@@ -120,7 +123,7 @@ def examine(context: str, tests: str, entry_point: str, worker: Worker) -> dict[
             outcomes.append(False)
 
     tree = ast.parse(tests)
-    written = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    written = sum(isinstance(node, ast.Assert) and not _is_constant(node) for node in ast.walk(tree))
     tree = ast.fix_missing_locations(_Recorded().visit(tree))
     namespace: dict[str, Any] = {"__name__": "tests"}
     exec(compile(context, "<context>", "exec"), namespace)
@@ -134,11 +137,17 @@ def examine(context: str, tests: str, entry_point: str, worker: Worker) -> dict[
     return {"passed": sum(outcomes), "total": total, "completed": completed, "problem": worker.problem}
 
 
+def _is_constant(node: ast.Assert) -> bool:
+    return not any(isinstance(part, ast.Name) for part in ast.walk(node.test))
+
+
 class _Recorded(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-        call = ast.Call(ast.Name("_record_", ast.Load()), [ast.Lambda(nothing, node.test)], [])
-        return ast.copy_location(ast.Expr(call), node)
+        call: ast.stmt = ast.Expr(ast.Call(ast.Name("_record_", ast.Load()), [ast.Lambda(nothing, node.test)], []))
+        if _is_constant(node):
+            call = ast.If(ast.UnaryOp(ast.Not(), node.test), [call], [])
+        return ast.copy_location(call, node)
 
 
 class Worker:

@@ -7,7 +7,6 @@ the prompts. The reward runs what they wrote, in :class:`pbrl_lightning.tasks.sa
 from __future__ import annotations
 
 import ast
-import re
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from pbrl_lightning.utils.errors import ConfigurationError
 HELPER: Final = "aux"
 """The helper's name."""
 
-_FENCE: Final = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE: Final = "```"
 _MOST_CHARACTERS: Final = 20_000
 _STUB: Final = f"def {HELPER}(*args, **kwargs):\n    return None\n"
 _ITEM_KEYS: Final = {"id", "prompt", "entry_point", "context", "tests"}
@@ -135,8 +134,22 @@ def extract_code(answer: str, name: str) -> str:
         >>> extract_code("Here it is:\n```python\ndef f(x):\n    return x\n```\nIt returns x.", "f")
         'def f(x):\n    return x\n'
     """
-    blocks: list[str] = _FENCE.findall(answer)
+    blocks = _fenced_blocks(answer)
     return next((block for block in blocks if defines(block, name)), "\n".join(blocks) or answer)
+
+
+def _fenced_blocks(answer: str) -> list[str]:
+    """What lies between fences, without the line of the opening one; an unclosed block ends with the answer."""
+    blocks = []
+    opening = answer.find(_FENCE)
+    while opening >= 0:
+        line_end = answer.find("\n", opening + len(_FENCE))
+        if line_end < 0:
+            break
+        closing = answer.find(_FENCE, line_end + 1)
+        blocks.append(answer[line_end + 1 : closing if closing >= 0 else None])
+        opening = answer.find(_FENCE, closing + len(_FENCE)) if closing >= 0 else -1
+    return blocks
 
 
 def defines(code: str, name: str) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from pbrl_lightning.utils.errors import raise_together
+from pbrl_lightning.utils.errors import RunError, raise_together
 
 Guard = Literal["limits", "capabilities", "files", "syscalls", "namespaces"]
 
@@ -30,7 +30,7 @@ _START: Final = "import sys; sys.path.append(sys.argv[1]); import _examiner; sys
 _GRACE_SECONDS: Final = 5.0  # beyond the program's own time: the interpreter's start, and the tests
 
 
-class SandboxError(RuntimeError):
+class SandboxError(RunError):
     """The sandbox itself cannot work, or not with the guards that are required."""
 
 

@@ -1,0 +1,1 @@
+"""What makes a forward fast on the machine at hand."""

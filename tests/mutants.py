@@ -296,8 +296,8 @@ MUTANTS = [
     Mutant(
         "what a model wrote stands in the report as it is",
         "report.py",
-        "return escape(_clean(value))",
-        "return _clean(value)",
+        "return escape(clean(value))",
+        "return clean(value)",
         "tests/test_report.py",
     ),
     Mutant(

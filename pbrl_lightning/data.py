@@ -122,6 +122,7 @@ class PreferenceDataModule(L.LightningDataModule):
         num_turns: int = 1,
         joint_mode: str = "aligned",
     ) -> None:
+        seed = run_seed(seed)  # before it is recorded among the options
         record_options(self, locals())
         super().__init__()
         self.comparator = comparator
@@ -143,7 +144,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.given_eval_pairs = None if eval_pairs is None else pair_sources(eval_pairs, "eval_pairs")
         self.val_fraction = val_fraction
         self.preference_scoring_reward = preference_scoring_reward
-        self.seed = seed = run_seed(seed)
+        self.seed = seed
         self.sources = source_names(items=items, eval_items=eval_items, pairs=pairs, eval_pairs=eval_pairs)
         validate_options(
             self,

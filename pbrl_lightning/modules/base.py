@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -351,6 +351,14 @@ class LearnerModule(RunDtype):
         state = checkpoint["state_dict"]
         self.load_state_dict(state, strict=False)
         self.to(next((value.device for value in state.values()), self.device))
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        # `ddp_fork` and `ddp_spawn` bring trained weights back to a process that never loaded its models.
+        if not strict and self._trainer is not None:
+            self.settle_dtype()
+            self.load()
+        return super().load_state_dict(state_dict, strict, assign)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-
 SIZE = (5.2, 3.3)
 """Width and height of a picture in inches without its legend: readable beside another one, and alone on a phone."""
 LINE = 0.22

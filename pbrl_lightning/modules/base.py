@@ -18,6 +18,7 @@ from pbrl_lightning.agents.prompts import render_messages
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PairTokens, PreferencePair
 from pbrl_lightning.checkpoints import make_durable
+from pbrl_lightning.generation import predicted_texts
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.heap import keep_freed_memory
 from pbrl_lightning.lightning_features import check_features
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from pbrl_lightning.modules.marl import MARLModule
 
 Metrics = dict[str, Tensor | float]
+
+_DETAILS = ("/agent_", "/logps/", "/response_length")
+"""Parts of names that are many: they are logged on steps that loggers write, and on the first of each epoch."""
 _WEIGHTS = {"state_dict", "current_model_state"}
 """Where a checkpoint holds weights; the second beside a ``WeightAveraging``, whose average is the first."""
 
@@ -95,6 +99,7 @@ class LearnerModule(RunDtype):
         # Checkpoints hold no frozen backbone; `on_load_checkpoint` checks that no trained weight is missing.
         self.strict_loading = False
         self._batch_started = Stopwatch()
+        self._logs_details = True
         self._resumed_metrics: dict[str, float] = {}
 
     @property
@@ -210,8 +215,33 @@ class LearnerModule(RunDtype):
             self.trainer.callback_metrics.setdefault(name, torch.tensor(value))
 
     @override
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """The same as validation: ``trainer.test`` and ``trainer.validate`` log the same numbers."""
+        del dataloader_idx
+        self.validation_step(batch, batch_idx)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+    @override
+    def predict_step(self, indices: list[int], batch_idx: int) -> list[list[list[str]]]:
+        """The responses to task items; only modules with a team have them.
+
+        Raises:
+            ConfigurationError: If the module has no team.
+        """
+        del indices, batch_idx
+        raise ConfigurationError(
+            f"a {type(self).__name__} has no team that could respond: use `trainer.validate`, or score joint responses "
+            "with the reward model's `score_texts`"
+        )
+
+    @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss, metrics = self.step(batch, f"batch {batch_idx}")
+        if not self._logs_details:
+            metrics = {name: value for name, value in metrics.items() if not any(part in name for part in _DETAILS)}
         if metrics:
             self.log_dict(
                 {**metrics, "env_step": float(self.trainer.datamodule.env_step)},  # type: ignore[attr-defined]
@@ -221,7 +251,10 @@ class LearnerModule(RunDtype):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        del batch, batch_idx
+        del batch
+        trainer = self.trainer
+        written = (trainer.global_step + 1) % (trainer.log_every_n_steps or 1) == 0  # type: ignore[attr-defined]
+        self._logs_details = written or batch_idx < trainer.accumulate_grad_batches
         self._batch_started = Stopwatch()
 
     @override
@@ -269,12 +302,14 @@ class LearnerModule(RunDtype):
 
         Logs the norm of each group's gradient before that, and of all together.
         """
+        if not gradient_clip_val and not self._logs_details:
+            return
         norms = {
             group["name"]: norm
             for group in optimizer.param_groups
             if (norm := clip_gradients(group["params"], gradient_clip_val, gradient_clip_algorithm)) is not None
         }
-        if norms:
+        if norms and self._logs_details:
             by_group = {f"train/grad_norm/{name}": norm for name, norm in norms.items()}
             self.log_dict({"train/grad_norm": total_norm(list(norms.values())), **by_group})
 
@@ -482,6 +517,13 @@ class TeamModule(LearnerModule):
     @override
     def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         return render_messages(self.team.tokenizer(0), messages, add_generation_prompt)
+
+    @override
+    def predict_step(self, indices: list[int], batch_idx: int) -> list[list[list[str]]]:
+        """One joint response to each of these task items, as :meth:`AgentTeam.generate` returns them."""
+        del batch_idx
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        return predicted_texts(self.team, data.predicted_items, indices, sampling=data.sampling, seed=data.seed)
 
     @override
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

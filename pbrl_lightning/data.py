@@ -12,11 +12,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.agents.sampling import SamplingConfig
-from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair
+from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair, TaskItem
 from pbrl_lightning.comparators.base import Comparator
 from pbrl_lightning.data_items import load_items, source_names
 from pbrl_lightning.data_options import validate_items, validate_options, validate_run
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
+from pbrl_lightning.generation import IndexLoader
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
 from pbrl_lightning.pair_source import PairSource, held_out_split, warn_of_shared_items
 from pbrl_lightning.preferences.collector import Collector
@@ -261,8 +262,23 @@ class PreferenceDataModule(L.LightningDataModule):
         if not loaders:
             needed = "`eval_items` and `reward_func`" if isinstance(module, TeamModule) else "`pairs`"
             also = ", or `eval_pairs`," if module.measures_pairs else ""
-            raise ConfigurationError(f"{needed}{also} must be given to validate")
+            raise ConfigurationError(f"{needed}{also} must be given to validate or test")
         return loaders
+
+    @override
+    def test_dataloader(self) -> PairLoader | list[Any]:
+        return self.val_dataloader()
+
+    @property
+    def predicted_items(self) -> list[TaskItem]:
+        """What ``trainer.predict`` answers: the evaluation items, or without them the training items."""
+        return self.items if self.evaluator is None else self.evaluator.items
+
+    @override
+    def predict_dataloader(self) -> IndexLoader:
+        if not self.predicted_items:
+            raise ConfigurationError("`items` or `eval_items` must be given to predict")
+        return IndexLoader(len(self.predicted_items))
 
     @property
     def _holds_out_pairs(self) -> bool:

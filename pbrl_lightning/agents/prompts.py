@@ -130,7 +130,8 @@ def resolve_formatters(formatters: Any, num_agents: int) -> list[Formatter]:
             formatter = PromptTemplate(formatter) if "{" in formatter else import_object(formatter)
         if not callable(formatter):
             raise ConfigurationError(
-                f"`formatters[{agent}]` must be a template string or a callable, got {formatter!r}"
+                f"`formatters[{agent}]` must be a template string or a callable (in a file also `class_path: "
+                f"pbrl_lightning.ChatTemplate` with its `init_args`), got {formatter!r}"
             )
         resolved.append(formatter)
     return resolved

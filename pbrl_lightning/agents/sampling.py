@@ -7,8 +7,8 @@ the filtered distribution, in token-id order, is inverted at one uniform per (ca
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from pbrl_lightning.agents.decoding import DecodedRows, rows_for
 from pbrl_lightning.agents.loading import vocabulary_of
 from pbrl_lightning.agents.products import device_memory, ready_products
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.nearest import hint, nearest
 
 LOGIT_BUDGET = 2**26
 """Most logits of one step of sampling, over all rows (256 MiB in fp32), whatever the vocabulary."""
@@ -64,6 +65,36 @@ class SamplingConfig:
         if self.dtype not in (None, "bfloat16", "float16"):
             problems.append(f"`dtype` must be 'bfloat16', 'float16' or null (the weights' own), got {self.dtype!r}")
         raise_together(problems)
+
+
+class SamplingFields(TypedDict, total=False):
+    """Fields of :class:`SamplingConfig` as keyword arguments."""
+
+    temperature: float
+    top_p: float
+    top_k: int | None
+    max_new_tokens: int
+    token_budget: int | None
+    dtype: Literal["bfloat16", "float16"] | None
+
+
+def replace_fields(sampling: SamplingConfig, fields: SamplingFields) -> SamplingConfig:
+    """A copy with some fields replaced.
+
+    Raises:
+        ConfigurationError: If there is no field of a name, with the nearest one; or a value is out of range.
+
+    Example:
+        >>> replace_fields(SamplingConfig(), {"temperature": 1.0}).temperature
+        1.0
+    """
+    known = SamplingFields.__annotations__
+    raise_together(
+        f"`{name}` is not a sampling option ({', '.join(known)}){hint(nearest(name, known))}"
+        for name in fields
+        if name not in known
+    )
+    return replace(sampling, **fields)
 
 
 @dataclass(frozen=True)

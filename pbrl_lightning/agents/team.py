@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from peft import PeftModel
@@ -37,7 +37,7 @@ from pbrl_lightning.agents.products import scoring_products
 from pbrl_lightning.agents.prompts import Formatter, encode_prompt, render_prompt, resolve_formatters
 from pbrl_lightning.agents.restoring import load_team_weights, team_options
 from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
-from pbrl_lightning.agents.sampling import SamplingConfig
+from pbrl_lightning.agents.sampling import SamplingConfig, SamplingFields, replace_fields
 from pbrl_lightning.batches import AgentAnswer, TaskItem, TeamSample, TokenBatch
 from pbrl_lightning.checkpoints import read_checkpoint
 from pbrl_lightning.randomness import Stream
@@ -368,6 +368,49 @@ class AgentTeam(nn.Module):
         draws = Draws(num_candidates, sampling, seed, stream, step)
         answers = answer(self, dict(enumerate(self.formatters)), items, item_indices, draws)
         return [TeamSample.of(index, said) for index, *said in zip(item_indices, *answers, strict=True)]
+
+    def generate(
+        self,
+        items: Iterable[TaskItem | str],
+        num_responses: int = 1,
+        *,
+        sampling: SamplingConfig | None = None,
+        seed: int = 0,
+        **fields: Unpack[SamplingFields],
+    ) -> list[list[list[str]]]:
+        """The team's responses as texts, the same as ``pbrl sample`` writes with this seed.
+
+        The team is loaded if it is not, and stays on its devices. Global random states are neither used nor changed.
+
+        Args:
+            items: Task items: dicts, or texts that become the items' ``prompt``.
+            num_responses: Joint responses per item.
+            sampling: How responses are sampled; default :class:`SamplingConfig`.
+            seed: Every draw is a function of it and of the item's place.
+            **fields: Fields of :class:`SamplingConfig` that replace those of ``sampling``: ``temperature``, ``top_p``,
+                ``top_k``, ``max_new_tokens``, ``token_budget``, ``dtype``.
+
+        Returns:
+            For each item ``num_responses`` joint responses, each a list of one text per agent (of a centralized team:
+            per role): ``texts[item][response][agent]``.
+
+        Raises:
+            ConfigurationError: If an item is neither a dict nor a text, or a sampling option is unknown or out of
+                range.
+
+        Example:
+            >>> team = AgentTeam("builtin:tiny", num_agents=2)
+            >>> texts = team.generate(["rain", "snow"], num_responses=3, max_new_tokens=4)
+            >>> len(texts), len(texts[0]), len(texts[0][0])
+            (2, 3, 2)
+        """
+        from pbrl_lightning.generation import generated_texts, task_items
+
+        tasks = task_items(items)
+        if num_responses < 1:
+            raise ConfigurationError(f"`num_responses` must be >= 1, got {num_responses}")
+        options = replace_fields(sampling or SamplingConfig(), fields)
+        return generated_texts(self, tasks, range(len(tasks)), num_responses=num_responses, sampling=options, seed=seed)
 
     def answer(
         self,

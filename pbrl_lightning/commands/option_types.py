@@ -67,7 +67,7 @@ def _branch_in_words(hint: Any) -> str:
         inner = [part for part in get_args(hint) if part is not Ellipsis]
         return f"a list ({in_words(inner[0])} each)" if inner else "a list"
     if inspect.isclass(hint):
-        return f"a {hint.__name__}"
+        return f"{'an' if hint.__name__[0] in 'AEIOU' else 'a'} {hint.__name__}"
     return "another value"
 
 

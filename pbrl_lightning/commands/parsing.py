@@ -21,6 +21,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
+from pbrl_lightning.commands import templates
 from pbrl_lightning.commands.formatting import HelpFormatter
 from pbrl_lightning.commands.option_types import OURS, classes_in, in_words, subclasses_of
 from pbrl_lightning.utils.errors import ConfigurationError, UserError
@@ -28,6 +29,8 @@ from pbrl_lightning.utils.nearest import hint, nearest
 
 _SECRET = re.compile(r"key|token$|secret|password|auth|credential|headers|url|body", re.IGNORECASE)
 """Options whose value is never shown."""
+_NO_PATH = "Expected a dot import path string: "
+"""How jsonargparse says that it found no class of a name."""
 
 
 class OptionError(ConfigurationError, argparse.ArgumentError):
@@ -73,6 +76,7 @@ class ClearErrors(ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", HelpFormatter)
+        kwargs.setdefault("parser_mode", templates.MODE)
         super().__init__(*args, **kwargs)
 
     @override
@@ -136,11 +140,13 @@ class ClearErrors(ArgumentParser):
         if allowed is None:
             return f"has a wrong value: {_without_values(leaf or message)}"
         known = subclasses_of(classes_in(allowed))
+        name = leaf.removeprefix(_NO_PATH) if leaf.startswith(_NO_PATH) else ""
+        if name and value != name and not nearest(name, known):
+            return f"has a class `{name}`, which must be given by its import path here, such as `pbrl_lightning.{name}`"
         if value.startswith("NestedArg("):
             option = _quoted(value, "'")
             return f"must name a class before `{option}` can be set: {_some(known)}"
-        if leaf.startswith("Expected a dot import path string: "):
-            value = leaf.removeprefix("Expected a dot import path string: ")
+        value = name or value
         got = "" if _SECRET.search(key.rpartition(".")[2]) else f", got {_shown(value)}"
         listed = f" ({_some(known)})" if known else ""
         near = nearest(value.rpartition(".")[2], known) if known and value.isprintable() else []

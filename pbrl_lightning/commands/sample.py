@@ -18,11 +18,10 @@ from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.commands.parsing import ClearErrors
 from pbrl_lightning.data_items import load_items
 from pbrl_lightning.durable import write_atomically
+from pbrl_lightning.generation import joint_responses
 from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, raise_together
 
-HELP = "Write a team's answers to task items as JSON lines."
-_CHUNK = 16
-"""Task items sampled together; no answer depends on it."""
+HELP = "Write a team's responses to task items as JSON lines."
 
 
 def parser(defaults: dict[str, Any] | None = None) -> ArgumentParser:
@@ -75,7 +74,7 @@ def main(args: list[str]) -> None:
         place = args[given[-1] : given[-1] + (1 if "=" in args[given[-1]] else 2)]
         named = found.parse_args(place)
     made = parser(of_run(Path(named.run)) if named.run is not None else None)
-    options = made.instantiate_classes(made.parse_args(args))
+    options = made.instantiate(made.parse_args(args))
     problems = []
     if options["items"] is None:
         problems.append("`items` must be given (a file or the import path of a callable)")
@@ -101,7 +100,7 @@ def main(args: list[str]) -> None:
 def answers(
     team: AgentTeam, items: list[TaskItem], *, num_candidates: int, sampling: SamplingConfig, seed: int
 ) -> Iterator[str]:
-    """A team's joint responses, with the draws that an evaluation would make.
+    """A team's joint responses as lines of JSON, with the draws that an evaluation makes.
 
     Args:
         team: The agents.
@@ -111,33 +110,23 @@ def answers(
         seed: Every draw is a function of it.
 
     Yields:
-        A line of JSON per joint response; a centralised team's is taken apart, and stands whole beside its parts.
+        A line of JSON per joint response; a centralized team's text is split by role and also given whole.
 
     Raises:
         ConfigurationError: If a task item is not JSON; names its index.
     """
-    for start in range(0, len(items), _CHUNK):
-        chunk = list(range(start, min(start + _CHUNK, len(items))))
-        samples = team.sample(
-            [items[index] for index in chunk],
-            chunk,
-            num_candidates=num_candidates,
-            sampling=sampling,
-            seed=seed,
-            stream="evaluation",
-        )
-        for sample in samples:
-            item = items[sample.item_index]
-            for candidate in sample.joint_indices:
-                said = sample.completions(candidate)
-                record: dict[str, Any] = {"item_index": sample.item_index, "candidate": candidate, "item": item}
-                prompts, completions = team.role_view([item], [[p] for p in sample.prompts], [[text] for text in said])
-                record["prompts"] = [column[0] for column in prompts]
-                record["completions"] = [column[0] for column in completions]
-                if team.roles is not None:
-                    record["joint_completion"] = said[0]
-                record["finished"] = [responses[candidate].finished for responses in sample.responses]
-                yield _line(record)
+    options = {"num_responses": num_candidates, "sampling": sampling, "seed": seed}
+    for response in joint_responses(team, items, range(len(items)), **options):  # type: ignore[arg-type]
+        record: dict[str, Any] = {
+            "item_index": response.item_index,
+            "candidate": response.candidate,
+            "item": items[response.item_index],
+            "prompts": response.prompts,
+            "completions": response.completions,
+        }
+        if response.joint_completion is not None:
+            record["joint_completion"] = response.joint_completion
+        yield _line(record | {"finished": response.finished})
 
 
 def of_run(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pbrl_lightning.agents.prompts import render_messages
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import PairTokens, PreferencePair
 from pbrl_lightning.checkpoints import make_durable
+from pbrl_lightning.generation import predicted_texts
 from pbrl_lightning.group_schedules import GroupSchedules
 from pbrl_lightning.heap import keep_freed_memory
 from pbrl_lightning.lightning_features import check_features
@@ -208,6 +209,29 @@ class LearnerModule(RunDtype):
         self.trainer.accumulate_grad_batches = batches_per_update(self.trainer)
         for name, value in self._resumed_metrics.items():
             self.trainer.callback_metrics.setdefault(name, torch.tensor(value))
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """The same as validation: ``trainer.test`` and ``trainer.validate`` log the same numbers."""
+        del dataloader_idx
+        self.validation_step(batch, batch_idx)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+    @override
+    def predict_step(self, indices: list[int], batch_idx: int) -> list[list[list[str]]]:
+        """The responses to task items; only modules with a team have them.
+
+        Raises:
+            ConfigurationError: If the module has no team.
+        """
+        del indices, batch_idx
+        raise ConfigurationError(
+            f"a {type(self).__name__} has no team that could respond: use `trainer.validate`, or score joint responses "
+            "with the reward model's `score_texts`"
+        )
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -482,6 +506,13 @@ class TeamModule(LearnerModule):
     @override
     def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         return render_messages(self.team.tokenizer(0), messages, add_generation_prompt)
+
+    @override
+    def predict_step(self, indices: list[int], batch_idx: int) -> list[list[list[str]]]:
+        """One joint response to each of these task items, as :meth:`AgentTeam.generate` returns them."""
+        del batch_idx
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        return predicted_texts(self.team, data.predicted_items, indices, sampling=data.sampling, seed=data.seed)
 
     @override
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

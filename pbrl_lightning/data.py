@@ -19,6 +19,7 @@ from pbrl_lightning.data_options import validate_items, validate_options, valida
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
 from pbrl_lightning.generation import IndexLoader
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
+from pbrl_lightning.monitoring import validates_pairs
 from pbrl_lightning.pair_source import PairSource, held_out_split, warn_of_shared_items
 from pbrl_lightning.preferences.collector import Collection, Collector
 from pbrl_lightning.preferences.fingerprint import fingerprint
@@ -122,6 +123,7 @@ class PreferenceDataModule(L.LightningDataModule):
         num_turns: int = 1,
         joint_mode: str = "aligned",
     ) -> None:
+        seed = run_seed(seed)  # before it is recorded among the options
         record_options(self, locals())
         super().__init__()
         self.comparator = comparator
@@ -143,7 +145,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.given_eval_pairs = None if eval_pairs is None else pair_sources(eval_pairs, "eval_pairs")
         self.val_fraction = val_fraction
         self.preference_scoring_reward = preference_scoring_reward
-        self.seed = seed = run_seed(seed)
+        self.seed = seed
         self.sources = source_names(items=items, eval_items=eval_items, pairs=pairs, eval_pairs=eval_pairs)
         validate_options(
             self,
@@ -296,9 +298,7 @@ class PreferenceDataModule(L.LightningDataModule):
     @property
     def _holds_out_pairs(self) -> bool:
         """True if this fit measures pairs that it is not trained on."""
-        module = self._module
-        given = self.given_eval_pairs is not None or (self.given_pairs is not None and self._held_out_fraction > 0)
-        return module.measures_pairs and given
+        return validates_pairs(self._module, self)
 
     def _held_out_loader(self) -> PairLoader:
         """Batches of the held-out pairs; outside of a fit and without `eval_pairs`, of all `pairs`."""

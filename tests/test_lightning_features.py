@@ -74,7 +74,7 @@ from pbrl_lightning import (
     ReferenceKL,
     ShardedStrategy,
 )
-from pbrl_lightning.callbacks import JointEvaluation
+from pbrl_lightning.callbacks import CollectionProgress, JointEvaluation
 from pbrl_lightning.lightning_features import check_features
 from pbrl_lightning.monitoring import metric_names
 from pbrl_lightning.sharding import splits_weights
@@ -670,14 +670,15 @@ def test_progress_bars_of_both_kinds(tmp_path, name, capsys):
     if name == "RichProgressBar":
         pytest.importorskip("rich")
     bar = getattr(lightning_callbacks, name)()
-    fit(tmp_path, [bar], max_steps=2, enable_progress_bar=True)
+    # Without a terminal plain lines take its place, unless they are switched off.
+    fit(tmp_path, [bar, CollectionProgress(interval=0)], max_steps=2, enable_progress_bar=True)
     printed = capsys.readouterr()
     assert re.search(r"Epoch 0", printed.out + printed.err)
 
 
 def test_the_rich_summary(tmp_path, capsys):
     pytest.importorskip("rich")
-    fit(tmp_path, [lightning_callbacks.RichModelSummary(1)], max_steps=1, enable_model_summary=True)
+    fit(tmp_path, [lightning_callbacks.RichModelSummary(2)], max_steps=1, enable_model_summary=True)
     assert "AgentTeam" in capsys.readouterr().out
 
 

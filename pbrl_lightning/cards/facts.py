@@ -154,10 +154,11 @@ def items(module: LearnerModule, data: PreferenceDataModule, results: RunResults
         facts.append(("task items", f"{len(data.items)}: {data.sources.get('items', 'given in Python')}"))
     if data.evaluator is not None:
         used = min(results.samples, len(data.evaluator.items))
+        source = data.sources.get("eval_items", "given in Python")
         facts.append(
             (
                 "evaluation items",
-                f"{len(data.evaluator.items)}: {data.sources.get('eval_items', 'given in Python')}; {used} of them in each evaluation",
+                f"{len(data.evaluator.items)}: {source}; {used} of them in each evaluation",
             )
         )
     elif isinstance(module, TeamModule):

@@ -343,7 +343,7 @@ def test_fault_B39_scores_that_are_missing_are_counted_and_the_run_goes_on(tmp_p
 def test_fault_B83_a_base_run_of_ties_ends_normally_and_says_so(tmp_path):
     team = make_team().load()
     before = weights_of(team)
-    with pytest.warns(UserWarning, match="no task item gave a preference pair"):
+    with pytest.warns(UserWarning, match="round 1 has no pairs to train on"):
         trainer, recorder = fit(tmp_path, make_data(lambda *c: [1.0] * len(c[0]), iterative=False), make_module(team))
     assert trainer.state.finished
     assert trainer.global_step == 0

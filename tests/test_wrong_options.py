@@ -123,7 +123,7 @@ def test_a_wrong_command_is_one_sentence(arguments, sentence, capfd):
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["{url: http://x, headers: [sk-canary]}", "{url: http://x, key_env: [sk-canary]}", "{url: [sk-canary]}", "sk-canary"],
+    ["{url: u, headers: [sk-canary]}", "{url: u, key_env: [sk-canary]}", "{url: [sk-canary]}", "sk-canary"],
 )
 def test_values_that_may_hold_a_key_are_not_shown(endpoint, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -235,9 +235,7 @@ def test_a_wrong_configuration_is_refused_soon_after_the_imports(tmp_path):
 
 
 def test_public_names_are_lazy_and_complete():
-    script = (
-        "import sys, pbrl_lightning as p; assert 'torch' not in sys.modules and 'MADPOModule' in dir(p)"
-    )
+    script = "import sys, pbrl_lightning as p; assert 'torch' not in sys.modules and 'MADPOModule' in dir(p)"
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     assert sorted(pbrl_lightning._MODULE_OF) == sorted(pbrl_lightning.__all__)
     for name in pbrl_lightning.__all__:

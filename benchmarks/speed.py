@@ -12,7 +12,7 @@ minute (`speed_parts/limit.py` defines both). *peer* is CoMLRL 1.4.3 on the same
 counts in fp32, run by the interpreter that `--peer` names, in turns with ours; *ratio* is how many times as good as the
 peer we are (time, or peak memory). Precisions: *bf16* holds the weights in bfloat16, *mixed* float32 weights with
 matrix products in bfloat16, in training (autocast) and in sampling (`sampling.dtype`); their ratio is to the peer's
-fp32.
+fp32. On a CPU that emulates bfloat16 both are left out unless `--precisions` asks for them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from speed_parts.rows import Rows, header, line
 from speed_parts.workload import Workload, save_endless
 from transformers.utils import logging as transformers_logging
 
+from pbrl_lightning.acceleration.precision import is_emulated
 from pbrl_lightning.heap import keep_freed_memory
 
 ENTRIES = ("sampling", "madpo", "reward", "policy", "round", "memory", "replay")
@@ -109,7 +110,7 @@ def main() -> None:
         help="only rows that have a number to beat: no LoRA, no items apart, and, where not said otherwise, "
         "--only sampling madpo reward policy --precisions fp32 --candidates few",
     )
-    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16", "mixed"), help="see above; all of them")
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16", "mixed"), help="see above")
     parser.add_argument("--candidates", nargs="+", choices=("few", "many"), help="8 or 32 per item; both")
     parser.add_argument("--lengths", nargs="+", choices=("short", "long"), default=("short", "long"), help="of prompts")
     parser.add_argument("--peer", metavar="PYTHON", help="an interpreter that has comlrl==1.4.3")
@@ -121,7 +122,8 @@ def main() -> None:
     if options.tiny and options.peer:
         parser.error("--tiny has no peer: its model has no token to spare for EOS")
     options.only = options.only or (ENTRIES[:4] if options.goals else ENTRIES)
-    options.precisions = options.precisions or (("fp32",) if options.goals else ("fp32", "bf16", "mixed"))
+    fp32_only = options.goals or is_emulated(torch.bfloat16, "cpu")
+    options.precisions = options.precisions or (("fp32",) if fp32_only else ("fp32", "bf16", "mixed"))
     options.candidates = options.candidates or (("few",) if options.goals else ("few", "many"))
     chosen = {
         name: getattr(options, name)

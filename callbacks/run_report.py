@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.callbacks.collection_progress import round_rows
@@ -117,7 +117,11 @@ class RunReport(RoundCallback):
         directory = Path(self.dirpath or run_directory(trainer))
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        page = render(self._summary(trainer, pl_module, directory))
+        try:
+            page = render(self._summary(trainer, pl_module, directory))
+        except Exception as error:  # what was trained is complete without it
+            rank_zero_warn(f"no report was written: {type(error).__name__}: {error}")
+            return
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "report.html"
         write_atomically(path, lambda file: file.write(page.encode(errors="replace")))

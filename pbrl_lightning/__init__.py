@@ -118,7 +118,7 @@ def __getattr__(name: str) -> Any:
     """A public name, or a module of the package, on first use (PEP 562)."""
     if module := _MODULE_OF.get(name):
         value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+    elif name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
         value = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

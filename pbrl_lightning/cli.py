@@ -100,9 +100,7 @@ class PreferenceCLI(LightningCLI):
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
         _find_users_modules()
         _import_public_classes()
-        # What Lightning says of every run of this kind, and of nothing that a user could change.
-        for message in ("Found .* in eval mode", ".*does not have many workers", ".*LeafSpec", ".*args parameter is"):
-            warnings.filterwarnings("ignore", message=message)
+        warnings.filterwarnings("ignore", message=".*args parameter is", module=r"lightning\.")  # it is on purpose
         super().__init__(
             LearnerModule,
             PreferenceDataModule,
@@ -179,6 +177,13 @@ class PreferenceCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         kept = ("fit", "validate")  # no module here tests or predicts
         return {name: LightningCLI.subcommands()[name] for name in kept} | {"collect": {"model", "datamodule"}}
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        if isinstance(trainer, PreferenceTrainer):
+            trainer.log_interval_given = self._get(self.config_init, "trainer.log_every_n_steps") is not None
+        return trainer
 
     def before_fit(self) -> None:
         """Takes the newest checkpoint where ``--ckpt_path`` is a run's directory, and resumes in that directory."""

@@ -105,8 +105,8 @@ class Curve:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Curve:
         """What :meth:`state_dict` gave."""
-        numbers = {name: array("d", state[name]) for name in ("steps", "values", "counts")}
-        return cls(**numbers, stride=state["stride"], last=state["last"])
+        steps, values, counts = (array("d", state[name]) for name in ("steps", "values", "counts"))
+        return cls(steps, values, counts, stride=state["stride"], last=state["last"])
 
 
 def smoothed(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:

@@ -205,7 +205,7 @@ def curve_figure(title: str, curves: Mapping[str, Curve], label: str = "") -> Fi
     """
     columns = min(3, len(curves))
     rows = -(-len(curves) // columns) if len(curves) > 1 else 0  # of the legend
-    figure = _figure(4.4, 2.7 + 0.18 * rows, 0.16, 0.18 + 0.06 * rows, 0.97, 0.91)
+    figure = _figure(4.4, 2.7 + 0.18 * rows, 0.19, 0.18 + 0.06 * rows, 0.97, 0.91)
     _draw_curves(figure.subplots(), title, curves, label)
     if rows:
         figure.legend(loc="lower center", ncols=columns, borderaxespad=0.1)

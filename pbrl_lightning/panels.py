@@ -19,43 +19,66 @@ class Panel:
         names: What is logged, and what the legend calls it.
         unit: Of the values.
         learning: False if it says how the run went, and nothing of what was learned.
+        with_agents: True if lines per agent are drawn beside the others, False if they get a figure of their own.
     """
 
     title: str
     names: dict[str, str]
     unit: str = ""
     learning: bool = True
+    with_agents: bool = False
 
 
 Panels = list[tuple[Panel, dict[str, Curve]]]
 """Panels with their curves by what the legend calls them."""
 
-_SIDES: Final = {"collect/reward_mean": "current agents", "collect/comparator_reward_mean": "comparator"}
+_TEAMS: Final = {"collect/reward_mean": "current agents", "collect/comparator_reward_mean": "comparator"}
 _FITTED: Final = ("training pairs", "held-out pairs")
 _ACTIVITIES: Final = ("sampling", "scoring", "tokenising", "training", "evaluating", "saving", "other")
 
+
+def _sides(quantity: str) -> dict[str, str]:
+    return {f"{quantity}/{side}": side for side in ("chosen", "rejected")}
+
+
 PANELS: Final = (
     Panel("Evaluation: mean task reward", {"eval/turn_1/reward_mean": "evaluation items"}),
-    Panel("Collection: mean score of a round", _SIDES),
+    Panel("Collection: mean score of a round", _TEAMS),
     Panel(
         "Win rate against the comparator",
         {"collect/win_rate": "wins + ties / 2", "collect/tie_rate": "ties"},
         "share of comparisons",
     ),
-    Panel("Response length in evaluation", {"eval/response_length": "mean"}, "tokens"),
-    Panel("Response length in collection", {"collect/response_length": "mean"}, "tokens"),
+    Panel("Response length in evaluation", {"eval/response_length": "mean"}, "tokens", with_agents=True),
+    Panel("Response length in collection", {"collect/response_length": "mean"}, "tokens", with_agents=True),
+    Panel("Response length in rollouts", {"policy/response_length": "mean"}, "tokens", with_agents=True),
+    Panel("Response length of pairs", _sides("train/response_length"), "tokens"),
     Panel("Reward of what is trained on", {"turn_1/reward_mean": "training"}),
-    Panel("MADPO loss", {"train/loss": "loss"}, "nats"),
-    Panel("Joint margin of the pairs", {"train/margin": "margin"}, "nats"),
-    Panel("Pairs with a positive margin", {"train/preference_accuracy": "share"}, "share"),
+    Panel("MADPO loss", {"train/loss": _FITTED[0], "val/loss": _FITTED[1]}, "nats"),
+    Panel("Joint margin of the pairs", {"train/margin": _FITTED[0], "val/margin": _FITTED[1]}, "nats"),
+    Panel(
+        "Pairs with a positive margin",
+        {"train/preference_accuracy": _FITTED[0], "val/preference_accuracy": _FITTED[1]},
+        "share",
+    ),
+    Panel("Log-probability of pairs", _sides("train/logps"), "nats"),
     Panel("Reward model: loss", {"reward/loss": _FITTED[0], "reward/val_loss": _FITTED[1]}, "nats"),
     Panel("Reward model: accuracy", {"reward/accuracy": _FITTED[0], "reward/val_accuracy": _FITTED[1]}, "share"),
     Panel("Reward model: margin", {"reward/margin": _FITTED[0], "reward/val_margin": _FITTED[1]}),
     Panel("Reward model: calibration error", {"reward/val_calibration_error": _FITTED[1]}),
     Panel("Policy loss", {"policy/loss": "loss"}),
-    Panel("Log-probability of a response", {"policy/logp": "mean"}, "nats"),
-    Panel("KL against the reference", {"policy/kl": "mean of a response"}, "nats"),
+    Panel("Log-probability of a response", {"policy/logp": "mean"}, "nats", with_agents=True),
+    Panel("KL against the reference", {"policy/kl": "mean of a response"}, "nats", with_agents=True),
     Panel("Critics' loss", {"value/loss": "loss"}),
+    Panel(
+        "Gradient norm before clipping",
+        {
+            "train/grad_norm": "all",
+            "train/grad_norm/reward": "reward model",
+            "train/grad_norm/critic": "critic",
+        },
+        with_agents=True,
+    ),
     Panel(
         "Pairs of a round",
         {"iter/current_preference_pairs": "collected", "iter/train_preference_pairs": "trained on"},
@@ -114,21 +137,27 @@ def is_drawn(name: str) -> bool:
 
 
 def _all_panels(curves: Mapping[str, Curve]) -> Iterator[Panel]:
-    """The fixed panels, each followed by the one of its agents; then agents of other quantities, then own metrics."""
+    """The fixed panels with the lines of their agents; then agents of other quantities, then the user's own metrics."""
     agents = agent_names(curves)
     for panel in PANELS:
+        own = {name: agents.pop(name) for name in panel.names if name in agents}
+        if panel.with_agents:
+            lines = {name: label for names in own.values() for name, label in _agent_lines(names).items()}
+            yield replace(panel, names=panel.names | lines)
+            continue
         yield panel
-        for quantity in [name for name in panel.names if name in agents]:
-            yield _agents_panel(f"{panel.title}, by agent", agents.pop(quantity), panel.unit)
+        for quantity, names in own.items():
+            which = f": {panel.names[quantity]}" if len(own) > 1 else ""
+            yield replace(panel, title=f"{panel.title}{which}, by agent", names=_agent_lines(names))
     for quantity, names in agents.items():
-        yield _agents_panel(f"{clean(quantity)}, by agent", names)
+        yield Panel(f"{clean(quantity)}, by agent", _agent_lines(names))
     for name in sorted(curves):
         if name.startswith("eval/") and not is_drawn(name):
             yield Panel(clean(name), {name: clean(name)})
 
 
-def _agents_panel(title: str, names: Mapping[int, str], unit: str = "") -> Panel:
-    return Panel(title, {name: f"agent {agent}" for agent, name in names.items()}, unit)
+def _agent_lines(names: Mapping[int, str]) -> dict[str, str]:
+    return {name: f"agent {agent}" for agent, name in names.items()}
 
 
 def _lines(panel: Panel, curves: Mapping[str, Curve]) -> dict[str, Curve]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ from pbrl_lightning.cards import facts
 from pbrl_lightning.cards.names import ModelName, model_name
 from pbrl_lightning.cards.page import Facts
 from pbrl_lightning.curves import Curve
+from pbrl_lightning.hyperparameters import run_options
+from pbrl_lightning.importing import import_object
 from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
-from pbrl_lightning.timing import ACTIVITIES
+from pbrl_lightning.timing import ACTIVITIES, Activity
 
 if TYPE_CHECKING:
     from pbrl_lightning.data import PreferenceDataModule
@@ -68,33 +71,54 @@ def options(
 
 
 def configuration(trainer: L.Trainer) -> tuple[str, str]:
-    """What was set, and all options, both as YAML; empty for a run that was not started from the command line.
+    """What was set and all options, both as YAML; what was set is only known of runs from the command line.
 
-    Keys of APIs are refused in configurations, so there are none in it.
+    Configurations refuse keys of APIs, and those of objects in memory are masked.
     """
     saver = next((c for c in trainer.callbacks if isinstance(c, SaveConfigCallback)), None)  # type: ignore[attr-defined]
     if saver is None:
-        return "", ""
+        return "", _yaml(run_options(trainer, trainer.lightning_module))
     changed, complete = (
-        yaml.safe_load(saver.parser.dump(saver.config, skip_default=short, skip_none=short, skip_validation=True))
+        yaml.safe_load(saver.parser.dump(saver.config, skip_default=short, skip_unset=short, skip_validation=True))
         for short in (True, False)
     )
-    return _yaml(_without_empty(changed)), _yaml(complete)
+    return _yaml(without_defaults(changed)), _yaml(complete)
 
 
 def _yaml(values: Any) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
 
 
-def _without_empty(values: Any) -> Any:
-    """Mappings that hold nothing are left out."""
+def without_defaults(values: Any) -> Any:
+    """A configuration without arguments of classes that are the default, and without mappings that hold nothing.
+
+    The parser itself knows no defaults of a class that is given by name.
+
+    Example:
+        >>> without_defaults({"lora": {"class_path": "pbrl_lightning.LoraOptions", "init_args": {"r": 4, "alpha": 32}}})
+        {'lora': {'class_path': 'pbrl_lightning.LoraOptions', 'init_args': {'r': 4}}}
+    """
     if not isinstance(values, dict):
         return values
-    kept = {name: _without_empty(value) for name, value in values.items()}
+    defaults = _defaults(values["class_path"]) if isinstance(values.get("class_path"), str) else {}
+    given = values.get("init_args")
+    if isinstance(given, dict):
+        given = {name: value for name, value in given.items() if name not in defaults or defaults[name] != value}
+        values = {**values, "init_args": given}
+    kept = {name: without_defaults(value) for name, value in values.items()}
     return {name: value for name, value in kept.items() if value != {}}
 
 
-def phases(curves: Mapping[str, Curve], pending: Mapping[str, float], total: float) -> dict[str, float]:
+def _defaults(class_path: str) -> dict[str, Any]:
+    """Defaults of a class's arguments by name."""
+    try:
+        parameters = inspect.signature(import_object(class_path)).parameters.values()
+    except ValueError:  # a class without a signature
+        return {}
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+
+def phases(curves: Mapping[str, Curve], pending: Mapping[Activity, float], total: float) -> dict[str, float]:
     """Seconds by activity over a whole run, longest first; what none of them accounts for is ``other``, at the end.
 
     Args:

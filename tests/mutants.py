@@ -296,8 +296,8 @@ MUTANTS = [
     Mutant(
         "what a model wrote stands in the report as it is",
         "report.py",
-        "return escape(_clean(value))",
-        "return _clean(value)",
+        "return escape(clean(value))",
+        "return clean(value)",
         "tests/test_report.py",
     ),
     Mutant(
@@ -310,8 +310,8 @@ MUTANTS = [
     Mutant(
         "a card that fails ends the run",
         "callbacks/agent_export.py",
-        "except Exception as error:",
-        "except OSError as error:",
+        'except Exception as error:\n            rank_zero_warn(f"what',
+        'except OSError as error:\n            rank_zero_warn(f"what',
         "tests/test_model_cards.py",
     ),
     Mutant(
@@ -341,6 +341,27 @@ MUTANTS = [
         "            if level < self.threshold:",
         "            if level <= self.threshold:",
         "tests/test_levels.py",
+    ),
+    Mutant(
+        "bfloat16 instructions count though oneDNN may not use them",
+        "acceleration/precision.py",
+        "if present and max_isa.upper() not in _ISA_WITHOUT[dtype]:",
+        "if present:",
+        "tests/test_precision.py",
+    ),
+    Mutant(
+        "emulated products are emulated while sampling too",
+        "agents/products.py",
+        'return torch.float32 if is_emulated(wanted, "cpu") else wanted',
+        "return wanted",
+        "tests/test_precision.py",
+    ),
+    Mutant(
+        "CoMLRL's responses taken for task items",
+        "migration/parts.py",
+        "items = rollout_items(rollout, generations)",
+        "items = rollout",
+        "tests/test_migrate_peer.py",
     ),
 ]
 

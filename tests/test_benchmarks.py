@@ -38,6 +38,7 @@ def test_api_concurrency_with_a_quick_server():
 @pytest.mark.slow
 def test_speed_with_the_tiny_team(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks/speed.py"), "--tiny", "--repeats", "1", "--threads", "1"]
+    command += ["--precisions", "fp32", "bf16", "mixed"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--out", "speed.json"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300

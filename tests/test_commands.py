@@ -215,7 +215,7 @@ def test_completion_scripts(tmp_path, capsys):
         lines = f"source {made}; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _pbrl; echo ${{COMPREPLY[@]}}"
         return subprocess.run(["bash", "-ec", lines], capture_output=True, text=True, check=True).stdout.split()
 
-    assert completed("pbrl", "") == ["fit", "validate", "collect", "sample", "migrate", "completion"]
+    assert completed("pbrl", "") == ["fit", "validate", "collect", "sample", "migrate", "compare", "completion"]
     assert completed("pbrl", "collect", "--data.replay") == ["--data.replay", "--data.replay.help", "--data.replay_dir"]
     assert completed("pbrl", "fit", "--data.comparator", "Cur") == ["CurrentComparator", "CurrentCopyComparator"]
     assert completed("pbrl", "fit", "--model.help", "MARLH") == ["MARLHFModule"]
@@ -287,6 +287,6 @@ def test_only_errors_of_our_own_checks_are_expected():
 
 def test_the_page_of_the_command_line_names_every_command():
     page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
-    for command in ("fit", "validate", "collect", "sample", "migrate", "completion"):
+    for command in ("fit", "validate", "collect", "sample", "migrate", "compare", "completion"):
         assert f"| `pbrl {command}` |" in page
     assert yaml.safe_load(Path(CONFIG).read_text(encoding="utf-8"))

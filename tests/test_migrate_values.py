@@ -81,7 +81,7 @@ def test_the_models_own_files_say_top_k_and_type(tmp_path):
     done = migrate(document)
     assert "dtype" not in done.config["model"]["init_args"]["team"]["init_args"]
     assert done.config["data"]["sampling"]["top_k"] == 50
-    assert any("could not be read here; check `model.team.dtype`" in remark for remark in done.remarks)
+    assert any("could not be read here: check `model.team.dtype`" in remark for remark in done.remarks)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_advantage_mode_is_the_algorithm():
 def test_an_attached_critics_rate_is_left_out():
     done = migrate(theirs("marlhf", rl_algorithm="iac", use_separate_critic=False, critic_learning_rate=1e-3))
     assert "critic_learning_rate" not in done.config["model"]["init_args"]
-    why = "value heads on the actors train at the actors' rate, in CoMLRL too"
+    why = "value heads on the actors train at the actors' rate in CoMLRL as well"
     assert [left.why for left in done.left if left.name == "marlhf.critic_learning_rate"] == [why]
 
 
@@ -224,3 +224,15 @@ def test_the_logger_is_one_that_the_command_line_builds(monkeypatch, tmp_path):
     assert caught.value.code == 0
     PreferenceCLI(["--config", "ours.yaml", "--trainer.accelerator=cpu"], run=False)
     assert {name: reached[name] for name in (*section, "save_dir")} == {**section, "save_dir": "runs/madpo"}
+
+
+def test_what_is_switched_off_is_not_listed():
+    """CoMLRL's own example files spell out every option."""
+    off = {"external_prompt_passthrough": False, "parallel_training": "none", "reference_kl_enabled": False}
+    off |= {"reference_kl_coef": 0.1, "log_reward_distribution": False, "early_termination_threshold": None}
+    document = theirs("madpo_iter", **off)
+    document["agent_model"]["special_tokens"] = {}
+    assert migrate(document).left == []
+    on = theirs("madpo_iter", reference_kl_enabled=True, reference_kl_coef=0.1, external_prompt_passthrough=True)
+    assert [left.name.partition(".")[2] for left in migrate(on).left] == [
+        "external_prompt_passthrough", "reference_kl_enabled", "reference_kl_coef"]  # fmt: skip

@@ -6,7 +6,7 @@ import pickle
 import sys
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +28,7 @@ from pbrl_lightning import (
     PreferenceDataModule,
     ReferenceKL,
 )
-from pbrl_lightning.callbacks import RewardDistribution, RoundFigures, RunReport, SampleTable
+from pbrl_lightning.callbacks import RewardDistribution, RoundFigures, RunReport, SampleTable, run_report
 from pbrl_lightning.preferences.round_files import write_round_file
 from training_runs import (
     Killer,
@@ -156,7 +156,8 @@ def test_a_run_with_all_loggers(tmp_path, wandb):
     ]
     assert all(float(row["reward"]) >= 100 for row in rows)
     with (tables / "collect_samples.csv").open(newline="") as file:
-        assert next(csv.DictReader(file)).keys() == {"step", "item", "side", "reward", "agent 0", "agent 1"}
+        names = {"step", "item", "side", "reward", "prompt", "agent 0", "agent 1"}
+        assert next(csv.DictReader(file)).keys() == names
     figures = tmp_path / "csv" / "version_0" / "figures"
     assert sorted(path.name for path in figures.iterdir()) == sorted(
         [f"rewards_{step:06d}.png" for step in starts] + [f"train_margins_{step:06d}.png" for step in ends]
@@ -177,7 +178,39 @@ def test_a_run_with_all_loggers(tmp_path, wandb):
     text = (root / "report.html").read_text(encoding="utf-8")
     assert safe(text)
     said = "\n".join(Page(text).texts)
-    for title in ("Curves", "Rounds", "MADPO loss", "Evaluation: mean task reward", "Round 1", "Round 2", "before ·"):
+    assert {
+        "Time",
+        "Options",
+        "MADPOModule",
+        "training",
+        "total time",
+        "Bands are one standard error of the mean to each side.",
+    } <= set(said.split("\n"))
+    events_of = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    for number, record in enumerate(data.rounds):
+        found = json.loads((root / "reward_distributions" / f"iteration_{number + 1:04d}.json").read_text())[
+            "candidates"
+        ]
+        sides = found["current"]["values"], found["comparator"]["values"]
+        won = fmean([1.0 if own > other else 0.5 if own == other else 0.0 for own, other in zip(*sides, strict=True)])
+        assert events_of["collect/win_rate"][number] == pytest.approx(won)
+        assert record.details["collect/win_rate"] == won
+        for side, name in zip(sides, ("reward", "comparator_reward"), strict=True):
+            error = 2 * stdev(side) / len(side) ** 0.5  # the processor doubles every score
+            assert events_of[f"collect/{name}_standard_error"][number] == pytest.approx(error)
+    assert all(0 < length <= 2 for length in events_of["collect/response_length/agent_1"])
+    assert len(events_of["eval/response_length/agent_0"]) == len(events_of["eval/turn_1/reward_mean"])
+    for title in (
+        "Win rate against the comparator",
+        "Response length in collection",
+        "Curves",
+        "Rounds",
+        "MADPO loss",
+        "Evaluation: mean task reward",
+        "Round 1",
+        "Round 2",
+        "before ·",
+    ):
         assert title in said
 
     # The same run without any of it ends with the same weights.
@@ -194,6 +227,24 @@ def test_a_trial_run_writes_nothing(tmp_path, monkeypatch):
         make_module(make_team(True), rounds=1), make_data()
     )
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_report_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_report, "render", lambda run: 1 / 0)
+    trainer = make_trainer(tmp_path, logger=CSVLogger(tmp_path))
+    with pytest.warns(UserWarning, match="no report was written: ZeroDivisionError: division by zero"):
+        trainer.fit(make_module(make_team(True), rounds=1), make_data(eval_items=None))
+    assert not list(tmp_path.rglob("report.html"))
+
+
+def test_a_run_that_is_not_evaluated_says_so_and_has_numbers_for_its_only_round(tmp_path):
+    trainer = make_trainer(tmp_path, logger=CSVLogger(tmp_path, name="named"), log_every_n_steps=1)
+    said = report_of(trainer, make_module(make_team(True)), make_data(iterative=False, eval_items=None)).split("\n")
+    assert "named/version_0" in " ".join(said)
+    assert "not evaluated: no evaluation items were given" in said
+    assert "Collection: mean score of a round: current agents" in said
+    assert not any(line.startswith(("Evaluation:", "Win rate")) for line in said)
+    assert "before and after" not in " ".join(said)
 
 
 def test_what_comes_by_itself(tmp_path):

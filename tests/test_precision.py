@@ -120,6 +120,65 @@ def test_a_device_that_was_not_tried_gets_float32_and_no_warning():
     assert support.is_native(torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_emulated_products_are_exact_products_of_narrow_numbers_rounded_once(cpu, every_size, dtype, bias):
+    cpu(EMULATING)
+    narrow, inputs = nn.Linear(48, 80, bias=bias).to(dtype), torch.randn(40, 48).to(dtype)
+    exact = F.linear(*(x.double() for x in (inputs, narrow.weight, *([narrow.bias] if bias else []))))
+    with ready_products(narrow):
+        found = narrow(inputs)
+        assert narrow.forward.keywords["product"].keywords["dtype"] == torch.float32
+    assert found.dtype == dtype
+    # Where float32 sums end on the other side of a boundary between two narrow numbers, the neighbor is taken.
+    assert (found == exact.to(dtype)).float().mean() > 0.99
+    assert ((found.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-5).all()
+
+    wide = nn.Linear(48, 80, bias=bias)  # of a model in float32, whose products are asked for in the narrow type
+    with ready_products(wide, dtype):
+        found = wide(inputs.float())
+    exact = F.linear(*(x.to(dtype).double() for x in (inputs, wide.weight, *([wide.bias] if bias else []))))
+    assert found.dtype == torch.float32
+    assert (found == exact.to(dtype).float()).float().mean() > 0.99
+
+
+@torch.no_grad()
+def test_native_products_and_large_models_are_multiplied_in_the_narrow_type(cpu, every_size, monkeypatch):
+    layer, inputs = nn.Linear(48, 80).bfloat16(), torch.randn(5, 48).bfloat16()
+    cpu(NATIVE)
+    with ready_products(layer):
+        assert layer.forward.keywords["dtype"] == torch.bfloat16
+        assert "dtype" not in layer.forward.keywords["product"].keywords
+    assert "forward" not in layer.__dict__
+    cpu(EMULATING)
+    size = layer.weight.numel()
+    for memory, copied in ((4 * 4 * size, False), (4 * 4 * size + 4, True)):  # the copies are float32
+        monkeypatch.setattr(products, "device_memory", lambda _device, memory=memory: memory)
+        with ready_products(layer):
+            assert ("forward" in layer.__dict__) == copied
+            assert layer(inputs).dtype == torch.bfloat16
+
+
+def test_scoring_multiplies_copies_only_where_nothing_is_differentiated(cpu, every_size, monkeypatch):
+    batch = make_batch([[5, 6, 7], [8, 9]], [[10, 11, 12], [13, 14]])
+    team = make_team(dtype="bfloat16", num_agents=1).load()
+    reward = JointRewardModel("builtin:tiny", dtype="bfloat16").load()
+    entered, original = [], products.ready_products
+    monkeypatch.setattr(products, "ready_products", lambda model: entered.append(model) or original(model))
+    for features, copies in ((NATIVE, 0), (EMULATING, 2)):
+        cpu(features)
+        plain = [team.response_logps(0, batch), reward(batch)]
+        assert (all(scores.requires_grad for scores in plain), entered) == (True, [])
+        with torch.no_grad():
+            fast = [team.response_logps(0, batch), reward(batch)]
+        assert len(entered) == copies
+        for scores, others in zip(fast, plain, strict=True):
+            assert (scores - others).abs().max() < 0.03 * (1 + others.abs().max())
+    assert not any("forward" in module.__dict__ for module in (*team.modules(), *reward.modules()))
+    assert type(scoring_products(nn.Identity())).__name__ == "nullcontext"
+
+
 PROGRAM = """
 import torch, warnings
 from pbrl_lightning import AgentTeam
@@ -244,25 +303,26 @@ def test_a_checkpoint_that_says_nothing_or_is_no_file_decides_nothing(tmp_path):
         assert dtype_of_checkpoint(tmp_path / name) is None
 
 
-def test_the_saved_config_says_the_type_and_a_resumed_one_that_of_the_checkpoint(cpu, tmp_path, monkeypatch, capfd):
+def test_the_saved_config_says_the_type_and_a_resumed_one_that_of_the_checkpoint(cpu, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     config, team = str(ROOT / "configs/debug/madpo_iter.yaml"), "--model.init_args.team.init_args"
     options = ["--config", config, f"{team}.dtype=auto", "--data.num_candidates=4", "--trainer.default_root_dir=."]
-    saved = [Path(f"lightning_logs/version_{number}/config.yaml") for number in range(2)]
     cpu(NATIVE)
     main(["fit", *options, "--model.init_args.num_iterations=1"])
-    assert "dtype auto: bfloat16, because the CPU multiplies it natively (avx512_bf16)" in capfd.readouterr().err
+    assert "dtype auto: bfloat16, because the CPU multiplies it natively (avx512_bf16)" in caplog.messages
     cpu(EMULATING)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         main(["fit", *options, "--model.init_args.num_iterations=2", "--ckpt_path=lightning_logs/version_0"])
-    assert "dtype auto: bfloat16, because the checkpoint says so" in capfd.readouterr().err
+    assert "dtype auto: bfloat16, because the checkpoint says so" in caplog.messages
+    saved = sorted(Path("lightning_logs").rglob("config*.yaml"))
+    assert len(saved) == 2
     for path in saved:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert document["model"]["init_args"]["team"]["init_args"]["dtype"] == "bfloat16"
     assert len([w for w in caught if re.search(WARNING.format("bfloat16"), str(w.message))]) == 1
     # Its exported agents answer in the precision that they were trained in.
-    main(["sample", "--run=lightning_logs/version_1", "--output=answers.jsonl"])
+    main(["sample", "--run=lightning_logs/version_0", "--output=answers.jsonl"])
     assert len(Path("answers.jsonl").read_text(encoding="utf-8").splitlines()) > 1
 
 
@@ -328,65 +388,6 @@ def test_an_emulated_type_is_warned_of_wherever_it_comes_in(cpu, tmp_path, use):
 def test_the_ratio_of_a_small_product_is_measured():
     assert 0.2 < product_ratio(torch.float32, "cpu") < 5
     assert product_ratio(torch.float64, "cpu") > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bias", [True, False])
-@torch.no_grad()
-def test_emulated_products_are_exact_products_of_narrow_numbers_rounded_once(cpu, every_size, dtype, bias):
-    cpu(EMULATING)
-    narrow, inputs = nn.Linear(48, 80, bias=bias).to(dtype), torch.randn(40, 48).to(dtype)
-    exact = F.linear(*(x.double() for x in (inputs, narrow.weight, *([narrow.bias] if bias else []))))
-    with ready_products(narrow):
-        found = narrow(inputs)
-        assert narrow.forward.keywords["product"].keywords["dtype"] == torch.float32
-    assert found.dtype == dtype
-    # Where float32 sums end on the other side of a boundary between two narrow numbers, the neighbor is taken.
-    assert (found == exact.to(dtype)).float().mean() > 0.99
-    assert ((found.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-5).all()
-
-    wide = nn.Linear(48, 80, bias=bias)  # of a model in float32, whose products are asked for in the narrow type
-    with ready_products(wide, dtype):
-        found = wide(inputs.float())
-    exact = F.linear(*(x.to(dtype).double() for x in (inputs, wide.weight, *([wide.bias] if bias else []))))
-    assert found.dtype == torch.float32
-    assert (found == exact.to(dtype).float()).float().mean() > 0.99
-
-
-@torch.no_grad()
-def test_native_products_and_large_models_are_multiplied_in_the_narrow_type(cpu, every_size, monkeypatch):
-    layer, inputs = nn.Linear(48, 80).bfloat16(), torch.randn(5, 48).bfloat16()
-    cpu(NATIVE)
-    with ready_products(layer):
-        assert layer.forward.keywords["dtype"] == torch.bfloat16
-        assert "dtype" not in layer.forward.keywords["product"].keywords
-    assert "forward" not in layer.__dict__
-    cpu(EMULATING)
-    size = layer.weight.numel()
-    for memory, copied in ((4 * 4 * size, False), (4 * 4 * size + 4, True)):  # the copies are float32
-        monkeypatch.setattr(products, "device_memory", lambda _device, memory=memory: memory)
-        with ready_products(layer):
-            assert ("forward" in layer.__dict__) == copied
-            assert layer(inputs).dtype == torch.bfloat16
-
-
-def test_scoring_multiplies_copies_only_where_nothing_is_differentiated(cpu, every_size, monkeypatch):
-    batch = make_batch([[5, 6, 7], [8, 9]], [[10, 11, 12], [13, 14]])
-    team = make_team(dtype="bfloat16", num_agents=1).load()
-    reward = JointRewardModel("builtin:tiny", dtype="bfloat16").load()
-    entered, original = [], products.ready_products
-    monkeypatch.setattr(products, "ready_products", lambda model: entered.append(model) or original(model))
-    for features, copies in ((NATIVE, 0), (EMULATING, 2)):
-        cpu(features)
-        plain = [team.response_logps(0, batch), reward(batch)]
-        assert (all(scores.requires_grad for scores in plain), entered) == (True, [])
-        with torch.no_grad():
-            fast = [team.response_logps(0, batch), reward(batch)]
-        assert len(entered) == copies
-        for scores, others in zip(fast, plain, strict=True):
-            assert (scores - others).abs().max() < 0.03 * (1 + others.abs().max())
-    assert not any("forward" in module.__dict__ for module in (*team.modules(), *reward.modules()))
-    assert type(scoring_products(nn.Identity())).__name__ == "nullcontext"
 
 
 def types_in(document):

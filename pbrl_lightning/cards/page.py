@@ -16,7 +16,7 @@ Facts = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class CardHead:
-    """What the hub sorts models by. There is no licence: it is the user's to choose.
+    """What the hub sorts models by.
 
     Attributes:
         library: What loads it.
@@ -24,7 +24,8 @@ class CardHead:
         tags: Further words.
         base: Hub id of the model that it was made from; None if that has none.
         relation: What it is to its base.
-        datasets: Hub ids of the data sets whose items it was trained on.
+        datasets: Hub ids of the data sets whose items or pairs it was trained on.
+        license: The hub's name of the license; None if the user chose none.
     """
 
     library: Literal["transformers", "peft"]
@@ -33,6 +34,7 @@ class CardHead:
     base: str | None
     relation: Literal["finetune", "adapter"]
     datasets: list[str]
+    license: str | None = None
 
 
 def render(head: CardHead, title: str, opening: str, sections: Sequence[tuple[str, str]]) -> str:
@@ -45,6 +47,8 @@ def render(head: CardHead, title: str, opening: str, sections: Sequence[tuple[st
         sections: Headings and Markdown; those without a text are left out.
     """
     known: dict[str, Any] = {"library_name": head.library, "pipeline_tag": head.task, "tags": head.tags}
+    if head.license is not None:
+        known["license"] = head.license
     if head.base is not None:
         known |= {"base_model": head.base, "base_model_relation": head.relation}
     if head.datasets:

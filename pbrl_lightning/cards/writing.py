@@ -41,9 +41,12 @@ class _Run:
     data: PreferenceDataModule
     results: RunResults
     drawn: bool
+    license: str | None = None
 
 
-def write_cards(trainer: L.Trainer, module: LearnerModule, results: RunResults, directory: Path) -> None:
+def write_cards(
+    trainer: L.Trainer, module: LearnerModule, results: RunResults, directory: Path, license_name: str | None = None
+) -> None:
     """A ``README.md`` in each exported directory, and its curves beside it where there are some.
 
     Args:
@@ -51,6 +54,7 @@ def write_cards(trainer: L.Trainer, module: LearnerModule, results: RunResults, 
         module: What was trained.
         results: What callbacks gathered.
         directory: What the module exported to.
+        license_name: The hub's name of the license, None to state none.
     """
     from pbrl_lightning.data import PreferenceDataModule
 
@@ -59,7 +63,7 @@ def write_cards(trainer: L.Trainer, module: LearnerModule, results: RunResults, 
         raise OptionTypeError("a model card needs a trainer with a PreferenceDataModule")
     panels = learning_panels(results.curves)
     image = png(curves_figure(panels)) if panels else None
-    run = _Run(trainer, module, data, results, image is not None)
+    run = _Run(trainer, module, data, results, image is not None, license_name)
     for name, text in _cards(run):
         target = directory / name
         if image is not None:
@@ -89,6 +93,7 @@ def _agent_card(run: _Run, team: AgentTeam, agent: int) -> str:
         base=source.hub,
         relation="adapter" if adapter else "finetune",
         datasets=_datasets(run.data),
+        license=run.license,
     )
     if roles is not None:
         title = f"One model for {roles} roles"
@@ -153,6 +158,7 @@ def _reward_card(run: _Run, model: JointRewardModel) -> str:
         base=source.hub,
         relation="finetune",
         datasets=_datasets(run.data),
+        license=run.license,
     )
     limit = f" Longer texts than {model.length_limit} tokens were cut on the left." if model.length_limit else ""
     opening = (
@@ -224,13 +230,12 @@ def _limits(run: _Run) -> str:
     lines = ["- Whatever raises the reward was learned, wanted or not."]
     if run.results.evaluations:
         lines.append("- The evaluation is of few items, by the reward of the training; it is no benchmark.")
-    lines.append(
-        "- What holds for the base model and the data holds here too. No licence is stated: it depends on both."
-    )
+    unstated = "" if run.license is not None else " No license is stated: it depends on both."
+    lines.append(f"- What holds for the base model and the data holds here too.{unstated}")
     return "\n".join(lines)
 
 
 def _datasets(data: PreferenceDataModule) -> list[str]:
-    """Hub ids of the data sets that the task items were named by."""
-    found = re.fullmatch(r"`datasets:([^:`]+)(:.*)?`", data.sources.get("items", ""))
-    return [found[1]] if found else []
+    """Hub ids of the data sets that task items and pairs were named by."""
+    trained_on = "; ".join(data.sources.get(name, "") for name in ("items", "pairs"))
+    return list(dict.fromkeys(re.findall(r"`datasets:([^:`]+)[^`]*`", trained_on)))

@@ -15,8 +15,6 @@ def add_replay(parts: ConfigParts) -> None:
     """Adds the replay buffer and what is drawn from it."""
     mode = parts.options.get("preference_replay_mode", "current")
     parts.classes["replay"] = REPLAYS[mode]
-    if not parts.options.get("log_reward_distribution"):
-        parts.leave("log_reward_distribution", "nothing is written without a `RewardDistribution` callback")
     for option in {"nearest_k": ("k", "sample_size"), "lambda_decay": ("lambda", "sample_size"),
                    "all_history": ("sample_size",)}.get(mode, ()):  # fmt: skip
         value = parts.options.get(f"preference_replay_{option}")
@@ -59,7 +57,7 @@ def add_comparator(parts: ConfigParts) -> None:
 
 def _ignored_by_comparator(parts: ConfigParts, policy: str) -> None:
     """What CoMLRL takes and does not use."""
-    why = f"no effect with `comparator_policy: {policy}`, in CoMLRL neither"
+    why = f"no effect with `comparator_policy: {policy}` in CoMLRL either"
     if policy in ("current", "api"):
         parts.leave("comparator_devices", why)
     if policy == "api":

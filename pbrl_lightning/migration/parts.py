@@ -115,9 +115,9 @@ class ConfigParts:
         return self.others.get(("agents", "")) or [self.others["agent_model", "name"]]
 
     def _team(self) -> None:
-        team, models = self.config["team"], self.models
-        team["models"] = models if len(models) > 1 else models[0]
-        team.setdefault("num_agents", 2)
+        models = self.models
+        source = models if len(models) > 1 else models[0]
+        team = self.config["team"] = {"models": source, "num_agents": 2, **self.config["team"]}
         if team.get("collaboration") == "decentralized":
             del team["collaboration"]
 
@@ -136,8 +136,10 @@ class ConfigParts:
         if dtype is None:
             shown = f"`agent_model.{given[0]}: {given[1]}`" if given is not None else "No `agent_model.torch_dtype`"
             dtype = checkpoint_dtype(self.models)
-            found = f"{dtype}, which is written out" if dtype else "which could not be read here; check "
-            found += "" if dtype else "`model.team.dtype`"
+            unknown = (
+                "which could not be read here: check `model.team.dtype` (default float32; `auto` fits the machine)"
+            )
+            found = f"{dtype}, which is written out" if dtype else unknown
             self.remarks.append(f"{shown}: CoMLRL loads weights in the type of the checkpoint, {found}")
         if dtype is None:
             return

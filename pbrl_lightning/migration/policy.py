@@ -20,7 +20,7 @@ _CRITIC_OPTIONS = (
     "value_clip_range",
 )
 _SOURCES = (("critics", ""), ("critic_model", "name"))
-_COMLRL_RATE = 5e-6
+_COMLRL_RATE, _COMLRL_COEF = 5e-6, 0.1
 
 
 def add_critic(parts: ConfigParts) -> None:
@@ -43,7 +43,7 @@ def add_critic(parts: ConfigParts) -> None:
         parts.leave("critic_model_name", none_of_its_own)
         for section, option in _SOURCES:
             parts.leave_other(section, option, none_of_its_own)
-        parts.leave("critic_learning_rate", "value heads on the actors train at the actors' rate, in CoMLRL too")
+        parts.leave("critic_learning_rate", "value heads on the actors train at the actors' rate in CoMLRL as well")
         if "value_clip_range" in parts.options:
             critic["value_clip_range"] = parts.options["value_clip_range"]
         return
@@ -99,11 +99,16 @@ def add_loss_options(parts: ConfigParts) -> None:
 
 def add_reference(parts: ConfigParts) -> None:
     """Adds the KL penalty against a reference."""
-    names = ("reference_kl_enabled", "reference_kl_coef", "reference_devices")
-    enabled, coef = parts.options.get("reference_kl_enabled", False), parts.options.get("reference_kl_coef", 0.1)
+    names = ["reference_kl_enabled", "reference_kl_coef", "reference_devices"]
+    enabled, coef = (
+        parts.options.get("reference_kl_enabled", False),
+        parts.options.get("reference_kl_coef", _COMLRL_COEF),
+    )
+    if not enabled and coef == _COMLRL_COEF:
+        names.remove("reference_kl_coef")
     if not parts.on_policy:
         for name in names:
-            parts.leave(name, "MADPO has no reference, in CoMLRL neither")
+            parts.leave(name, "MADPO has no reference in CoMLRL either")
     elif not enabled or not coef:
         for name in names:
             parts.leave(name, "there is no reference unless `model.reference_kl` is given, with a `coef` above 0")

@@ -15,6 +15,13 @@ _LITERAL_KEY = (
     f"`{_KEY}` must not hold a key: put it into an environment variable and name that in `comparator_api_key_env`"
 )
 _SHOWN = 60  # characters of a wrong value
+_OFF = {  # what is off loses nothing by having no counterpart
+    "external_prompt_passthrough": False,
+    "parallel_training": "none",
+    "reference_kl_enabled": False,
+    "log_reward_distribution": False,
+    "special_tokens": {},
+}
 
 
 class Left(NamedTuple):
@@ -134,7 +141,7 @@ def _read_section(reading: Reading, section: str, content: Any) -> None:
 
 def _take(reading: Reading, name: Name, written: str, value: Any) -> None:
     value = canonical(name.name, value) if name.section == "run" else value
-    if value is None and not name.null_counts:
+    if (value is None and not name.null_counts) or (name.name in _OFF and value == _OFF[name.name]):
         return
     if value is not None:
         try:

@@ -54,8 +54,8 @@ class ScalarModel(nn.Module):
     on it. The head has no bias and is float32 at least, like the adapter: in bfloat16 a small learning rate would not
     move them. It is always in eval mode: dropout would make scores random.
 
-    Prompts and responses are tokenized separately and their ids are joined. The text as one string can have other tokens
-    at the boundary and therefore another score (:meth:`joint_tokens`).
+    Prompts and responses are tokenized separately and their ids are joined. The text as one string can have other
+    tokens at the boundary and therefore another score (:meth:`joint_tokens`).
 
     Args:
         model: A name (:func:`pbrl_lightning.agents.loading.resolve_source`; also what TRL's reward trainer saved), a

@@ -86,7 +86,7 @@ def option_rows(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     names = [
         name
         for name in differing(run.options for run in known)
-        if not name.startswith(_NOT_COMPARED) and any(run.options.get(name) is not None for run in known)
+        if not name.startswith(_NOT_COMPARED) and any(run.options.get(name) not in (None, {}) for run in known)
     ]
     if len(known) < 2 or not names:
         return []

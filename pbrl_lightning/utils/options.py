@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -143,6 +145,9 @@ def imported_already(path: str, name: str) -> Any:
         ConfigurationError: If its module is not imported yet, is one of Python's own, or has no such object.
     """
     module, _, attributes = path.partition(":") if ":" in path else path.rpartition(".")
+    if module.startswith("pbrl_lightning."):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     found: Any = sys.modules.get(module) if module.partition(".")[0] not in sys.stdlib_module_names else None
     for attribute in attributes.split("."):
         found = getattr(found, attribute, None)
@@ -225,7 +230,8 @@ def _is_foreign(kind: type) -> bool:
 def _import_path(value: Callable[..., Any] | type) -> str | None:
     """The import path of a function or class; None if it has none that leads to it in another process."""
     module, name = getattr(value, "__module__", None), value.__qualname__
-    if getattr(sys.modules.get("pbrl_lightning"), name, None) is value:
+    package = sys.modules["pbrl_lightning"]
+    if name in package.__all__ and getattr(package, name) is value:
         return f"pbrl_lightning:{name}"  # whatever file it moves to
     found: Any = sys.modules.get(module or "")
     for part in name.split("."):

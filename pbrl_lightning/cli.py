@@ -20,7 +20,7 @@ from typing_extensions import override
 
 import pbrl_lightning.callbacks
 from pbrl_lightning.acceleration.precision import AUTO
-from pbrl_lightning.checkpoints import dtype_of_checkpoint, newest_checkpoint
+from pbrl_lightning.checkpoints import check_whole, dtype_of_checkpoint, newest_checkpoint
 from pbrl_lightning.collecting import PreferenceTrainer
 from pbrl_lightning.commands import compare, completion, expected, help_texts, migrate, sample
 from pbrl_lightning.commands.formatting import HelpFormatter
@@ -207,7 +207,7 @@ class PreferenceCLI(LightningCLI):
 
 
 def _check_checkpoint(given: Any) -> None:
-    """Finds a missing checkpoint before any class is made."""
+    """Finds a missing or broken checkpoint before any class is made."""
     if given is None or str(given).partition(":")[0] in _CHECKPOINT_WORDS or "://" in str(given):
         return
     path = Path(given)
@@ -217,6 +217,8 @@ def _check_checkpoint(given: Any) -> None:
             f"`--ckpt_path` must be a checkpoint (.ckpt), the directory of a run, or `last`, and {str(given)!r} does "
             f"not exist{hint(difflib.get_close_matches(str(given), beside, 1))}"
         )
+    if path.is_file():
+        check_whole(path)
 
 
 def _check_optimizer(config: Any) -> None:

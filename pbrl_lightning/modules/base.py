@@ -540,6 +540,10 @@ class TeamModule(LearnerModule):
         """One joint response to each of these task items, as :meth:`AgentTeam.generate` returns them."""
         del batch_idx
         data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not hasattr(data, "predicted_items"):
+            raise ConfigurationError(
+                "`trainer.predict` responds to the items of a PreferenceDataModule; `team.generate` responds to any"
+            )
         return predicted_texts(self.team, data.predicted_items, indices, sampling=data.sampling, seed=data.seed)
 
     @override

@@ -210,8 +210,8 @@ class LearnerModule(RunDtype):
         make_durable(self.trainer)
         self.settle_dtype()
         self.load()
-        self.warn_of_emulated_types()
         share_out(self)
+        self.warn_of_emulated_types()
         if self.trainer.strategy.root_device.type == "cpu":
             keep_freed_memory()
 

@@ -80,18 +80,18 @@ def test_a_mistake_is_one_sentence(arguments, sentence, tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "`--config` must be a file, and 'mine.yaml' does not exist; did you mean `mone.yaml`?"),
+        (None, "`--config` must be a file, and 'mine.yaml' does not exist; did you mean `mines.yaml`?"),
         ("model: [1, {a: 2\ndata:", "mine.yaml, line 2, column 5: the file is not YAML"),
         ("- sk-canary\n- 2\n", "mine.yaml: the file must hold options (`name: value`), got a list"),
         ("dta:\n  seed: 1\n", "`dta.seed` is not an option; did you mean `data.seed`?"),
-        ("data:\n  itmes: x.jsonl\n", "`data.itmes` is not an option; did you mean `data.items`?"),
+        ("data:\n  itemz: x.jsonl\n", "`data.itemz` is not an option; did you mean `data.items`?"),
         ("data:\n  seed: 1\n", "`model` must be given: as `--model`, or in a file that `--config` names"),
         ("model:\n  class_path: MADPOModule\n", "`model.init_args.team` must be given to MADPOModule"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(content, sentence, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    Path("mone.yaml").touch()
+    Path("mines.yaml").touch()
     if content is not None:
         Path("mine.yaml").write_text(content, encoding="utf-8")
     printed, code = refused(["fit", "--config", "mine.yaml"], capfd)

@@ -201,10 +201,7 @@ def test_options_that_do_not_fit(options, message):
     [
         ({"items": ITEMS}, "`reward_func` must be given"),
         ({"items": ITEMS, "reward_func": text_reward, "pairs": ["x.json"]}, "`items` and `pairs` exclude"),
-        (
-            {"items": ITEMS, "reward_func": text_reward, "val_fraction": 0.5},
-            "a run that collects its pairs takes `eval",
-        ),
+        ({"items": ITEMS, "reward_func": text_reward, "val_fraction": 0.5}, "a run that collects its pairs takes `ev"),
         (
             {"items": ITEMS, "reward_func": text_reward, "preference_scoring_reward": "reward_model"},
             "needs a MARLHFModule and a `comparator`",

@@ -74,7 +74,7 @@ from pbrl_lightning import (
     ReferenceKL,
     ShardedStrategy,
 )
-from pbrl_lightning.callbacks import JointEvaluation
+from pbrl_lightning.callbacks import CollectionProgress, JointEvaluation
 from pbrl_lightning.lightning_features import check_features
 from pbrl_lightning.monitoring import metric_names
 from pbrl_lightning.sharding import splits_weights
@@ -375,18 +375,18 @@ def test_the_tuner_and_the_same_trainer_afterwards(tmp_path):
 @pytest.mark.parametrize("as_callback", [False, True])
 def test_the_learning_rate_finder_on_given_pairs(tmp_path, as_callback):
     options = {"early_stop_threshold": None, "min_lr": 1e-6}
-    module, data = make_module(make_team(True), num_train_epochs=4), PreferenceDataModule(pairs=PAIRS)
+    module, data = make_module(make_team(True), num_train_epochs=7), PreferenceDataModule(pairs=PAIRS)
     if as_callback:
-        finder = LearningRateFinder(num_training_steps=12, **options)
+        finder = LearningRateFinder(num_training_steps=20, **options)
         fit(tmp_path, [finder], module, data)
         found = finder.optimal_lr
     else:
-        found = Tuner(make_trainer(tmp_path)).lr_find(module, data, num_training=12, **options)
+        found = Tuner(make_trainer(tmp_path)).lr_find(module, data, num_training=20, **options)
         fit(tmp_path / "fit", (), module, data)
-    assert len(found.results["lr"]) == 12
+    assert len(found.results["lr"]) == 20
     assert module.learning_rate == found.suggestion() != 1e-3
     # The search left no trace but the rate.
-    plain = make_module(make_team(True), num_train_epochs=4, learning_rate=found.suggestion())
+    plain = make_module(make_team(True), num_train_epochs=7, learning_rate=found.suggestion())
     fit(tmp_path / "plain", (), plain, PreferenceDataModule(pairs=PAIRS))
     assert same_weights(weights_of(module.team), weights_of(plain.team))
 
@@ -471,7 +471,8 @@ RUNS = {
 def test_the_names_that_can_be_monitored_are_those_that_are_logged(tmp_path, run):
     module, data = RUNS[run]
     names = Names()
-    fit(tmp_path, [JointEvaluation(1), names], module(), data())
+    evaluation = [] if run == "reward model" else [JointEvaluation(1)]
+    fit(tmp_path, [*evaluation, names], module(), data())
     evaluations = {name for name in names.expected if name.startswith("eval/")}
     assert bool(evaluations) == (run in ("madpo", "marl", "marlhf"))
     assert {name for name in names.found if not name.startswith("time/")} == names.expected
@@ -670,14 +671,15 @@ def test_progress_bars_of_both_kinds(tmp_path, name, capsys):
     if name == "RichProgressBar":
         pytest.importorskip("rich")
     bar = getattr(lightning_callbacks, name)()
-    fit(tmp_path, [bar], max_steps=2, enable_progress_bar=True)
+    # Without a terminal plain lines take its place, unless they are switched off.
+    fit(tmp_path, [bar, CollectionProgress(interval=0)], max_steps=2, enable_progress_bar=True)
     printed = capsys.readouterr()
     assert re.search(r"Epoch 0", printed.out + printed.err)
 
 
 def test_the_rich_summary(tmp_path, capsys):
     pytest.importorskip("rich")
-    fit(tmp_path, [lightning_callbacks.RichModelSummary(1)], max_steps=1, enable_model_summary=True)
+    fit(tmp_path, [lightning_callbacks.RichModelSummary(2)], max_steps=1, enable_model_summary=True)
     assert "AgentTeam" in capsys.readouterr().out
 
 

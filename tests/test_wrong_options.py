@@ -34,7 +34,7 @@ FIRST_MISTAKES = [
 MORE_MISTAKES = [
     (["--data.num_candidates", "abc"], "`--data.num_candidates` must be an integer or null, got 'abc'"),
     (["--data.pair_selection", "gap"], "must be one of reward_gap, random, all, comparator_reward or null, got 'gap'"),
-    (["--data.sampling.temperature_=1"], "not an option of SamplingConfig; did you mean `--data.sampling.temperature`?"),
+    (["--data.sampling.temperature_=1"], "option of SamplingConfig; did you mean `--data.sampling.temperature`?"),
     (["--data.sampling.temperature=hot"], "`--data.sampling.temperature` must be a number, got 'hot'"),
     (["--model.init_args.learning_rate=high"], "`--model.init_args.learning_rate` must be a number or null, got"),
     (["--learning_rate=1"], "`--learning_rate` is not an option; did you mean `--model.init_args.learning_rate`?"),

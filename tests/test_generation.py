@@ -86,5 +86,5 @@ def test_predict_and_test_follow_generate_and_validate(tmp_path):
 def test_predict_says_what_to_use_instead(tmp_path):
     data = PreferenceDataModule(items=train_items()[:3], reward_func=same_last_letter)
     module = JointRewardModule(JointRewardModel("builtin:tiny"))
-    with pytest.raises(ValueError, match=r"a JointRewardModule has no team that could respond"):
+    with pytest.raises(ValueError, match=r"a JointRewardModule has no team that could respond: use `trainer.validate`"):
         trainer(tmp_path).predict(module, data)

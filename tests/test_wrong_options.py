@@ -51,6 +51,7 @@ MORE_MISTAKES = [
     ),
     (["--optimizer", "Adam"], "`--optimizer` is not supported"),
     (["--data.num_candidates"], "`--data.num_candidates` expected one argument"),
+    ([f"{FORMATTERS}=# Title: {{prompt}}"], "a template must not begin with `#`, which YAML reads as a comment"),
     (["extra"], "`extra` is not expected: options begin with `--`"),
     (["--model.init_args.team.init_args.models=./no_such_model"], "'./no_such_model' does not exist"),
 ]

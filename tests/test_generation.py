@@ -55,7 +55,7 @@ def test_a_centralized_team_generates_by_role():
         (("rain",), {}, r"`items` must be a list of texts or dicts, got str"),
         (([3],), {}, r"`items\[0\]` must be a text or a dict, got int"),
         ((["x"], 0), {}, r"`num_responses` must be >= 1, got 0"),
-        ((["x"],), {"temprature": 1.0}, r"`temprature` is not a sampling option .*; did you mean `temperature`\?"),
+        ((["x"],), {"temperature_": 1.0}, r"`temperature_` is not a sampling option .*; did you mean `temperature`\?"),
         ((["x"],), {"top_p": 2.0}, r"`top_p` must be in \(0, 1\]"),
     ],
 )
@@ -86,5 +86,5 @@ def test_predict_and_test_follow_generate_and_validate(tmp_path):
 def test_predict_says_what_to_use_instead(tmp_path):
     data = PreferenceDataModule(items=train_items()[:3], reward_func=same_last_letter)
     module = JointRewardModule(JointRewardModel("builtin:tiny"))
-    with pytest.raises(ValueError, match=r"a JointRewardModule has no team that could respond"):
+    with pytest.raises(ValueError, match=r"a JointRewardModule has no team that could respond: use `trainer.validate`"):
         trainer(tmp_path).predict(module, data)

@@ -34,7 +34,7 @@ FIRST_MISTAKES = [
 MORE_MISTAKES = [
     (["--data.num_candidates", "abc"], "`--data.num_candidates` must be an integer or null, got 'abc'"),
     (["--data.pair_selection", "gap"], "must be one of reward_gap, random, all, comparator_reward or null, got 'gap'"),
-    (["--data.sampling.temperatur=1"], "not an option of SamplingConfig; did you mean `--data.sampling.temperature`?"),
+    (["--data.sampling.temperature_=1"], "option of SamplingConfig; did you mean `--data.sampling.temperature`?"),
     (["--data.sampling.temperature=hot"], "`--data.sampling.temperature` must be a number, got 'hot'"),
     (["--model.init_args.learning_rate=high"], "`--model.init_args.learning_rate` must be a number or null, got"),
     (["--learning_rate=1"], "`--learning_rate` is not an option; did you mean `--model.init_args.learning_rate`?"),
@@ -51,6 +51,7 @@ MORE_MISTAKES = [
     ),
     (["--optimizer", "Adam"], "`--optimizer` is not supported"),
     (["--data.num_candidates"], "`--data.num_candidates` expected one argument"),
+    ([f"{FORMATTERS}=# Title: {{prompt}}"], "a template must not begin with `#`, which YAML reads as a comment"),
     (["extra"], "`extra` is not expected: options begin with `--`"),
     (["--model.init_args.team.init_args.models=./no_such_model"], "'./no_such_model' does not exist"),
 ]
@@ -80,18 +81,18 @@ def test_a_mistake_is_one_sentence(arguments, sentence, tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "`--config` must be a file, and 'mine.yaml' does not exist; did you mean `mone.yaml`?"),
+        (None, "`--config` must be a file, and 'mine.yaml' does not exist; did you mean `mines.yaml`?"),
         ("model: [1, {a: 2\ndata:", "mine.yaml, line 2, column 5: the file is not YAML"),
         ("- sk-canary\n- 2\n", "mine.yaml: the file must hold options (`name: value`), got a list"),
         ("dta:\n  seed: 1\n", "`dta.seed` is not an option; did you mean `data.seed`?"),
-        ("data:\n  itmes: x.jsonl\n", "`data.itmes` is not an option; did you mean `data.items`?"),
+        ("data:\n  itemz: x.jsonl\n", "`data.itemz` is not an option; did you mean `data.items`?"),
         ("data:\n  seed: 1\n", "`model` must be given: as `--model`, or in a file that `--config` names"),
         ("model:\n  class_path: MADPOModule\n", "`model.init_args.team` must be given to MADPOModule"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(content, sentence, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    Path("mone.yaml").touch()
+    Path("mines.yaml").touch()
     if content is not None:
         Path("mine.yaml").write_text(content, encoding="utf-8")
     printed, code = refused(["fit", "--config", "mine.yaml"], capfd)

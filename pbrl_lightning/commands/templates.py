@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
+from pbrl_lightning.utils.errors import ConfigurationError
+
 MODE = "yaml_with_templates"
 """The parsers' mode of reading values and files."""
 
@@ -26,10 +28,18 @@ def load(text: str) -> Any:
         ['Q: {question}', '{prompt}']
         >>> load("{user: {prompt}, top_k: null}")
         {'user': '{prompt}', 'top_k': None}
+
+    Raises:
+        ConfigurationError: If a template begins with ``#``.
     """
     if text == "None":  # what becomes of null on its way to an option of a class
         return None
     named = _PLACEHOLDER.search(text) is not None
+    if named and text.lstrip().startswith("#") and "\n" not in text.strip():  # the parser would drop it as a comment
+        raise ConfigurationError(
+            f"a template must not begin with `#`, which YAML reads as a comment, got {text!r}; begin it with another "
+            "character, or give the import path of a text"
+        )
     if named and _is_template(text):
         return text
     value = get_loader("yaml")(text)

@@ -62,7 +62,11 @@ nitpick_ignore_regex = [
     ("py:.*", r"Tensor|nn\.Module|Optimizer|LRScheduler|PreTrainedTokenizerBase|timedelta"),
     ("py:.*", r"pbrl_lightning\.curves\.Curve"),
     ("py:.*", "RLAlgorithm|CriticType|PairSelection|Guard"),
-    ("py:.*", r"pbrl_lightning\.(preferences\.(collector\.Collector|journal\.\w+)|agents\.packing\.Layout)"),
+    ("py:mod", r"pbrl_lightning\.models\.text_end"),
+    (
+        "py:.*",
+        r"pbrl_lightning\.(preferences\.(collector\.Collector|journal\.\w+)|agents\.(packing\.Layout|sampling\.SamplingFields))",
+    ),
 ]
 
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")

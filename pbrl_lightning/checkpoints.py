@@ -45,7 +45,31 @@ class DurableCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
+        if not str(path).count("://") and not Path(path).exists():
+            raise MissingFileError(f"the checkpoint {str(path)!r} does not exist")
+        try:
+            return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
+        except _UNREADABLE as error:
+            raise _not_whole(path, error) from error
+
+
+_UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError)
+"""What torch raises for a file that is no checkpoint, or is cut short."""
+
+
+def _not_whole(path: str | Path, error: Exception) -> ConfigurationError:
+    reason = str(error).partition("\n")[0]
+    return ConfigurationError(f"{path} is no whole checkpoint ({type(error).__name__}: {reason})")
+
+
+def check_whole(path: str | Path) -> None:
+    """Finds a file that is no checkpoint or was cut short, without reading its weights.
+
+    Raises:
+        ConfigurationError: If it is one.
+    """
+    if not _is_whole(Path(path)):
+        raise ConfigurationError(f"{path} is no whole checkpoint: it is not an archive as torch.save writes it")
 
 
 def make_durable(trainer: L.Trainer) -> None:
@@ -117,8 +141,8 @@ def read_checkpoint(path: str | Path, map_location: Any = None) -> tuple[Path, d
         map_location = "cpu"
     try:
         checkpoint = torch.load(file, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise ConfigurationError(f"{file} is no whole checkpoint: {str(error).splitlines()[0]}") from error
+    except _UNREADABLE as error:
+        raise _not_whole(file, error) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ConfigurationError(f"{file} is no checkpoint of a run: it has no `state_dict`")
     return file, checkpoint

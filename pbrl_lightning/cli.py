@@ -20,7 +20,7 @@ from typing_extensions import override
 
 import pbrl_lightning.callbacks
 from pbrl_lightning.acceleration.precision import AUTO
-from pbrl_lightning.checkpoints import dtype_of_checkpoint, newest_checkpoint
+from pbrl_lightning.checkpoints import check_whole, dtype_of_checkpoint, newest_checkpoint
 from pbrl_lightning.collecting import PreferenceTrainer
 from pbrl_lightning.commands import compare, completion, expected, help_texts, migrate, sample
 from pbrl_lightning.commands.formatting import HelpFormatter
@@ -100,9 +100,7 @@ class PreferenceCLI(LightningCLI):
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
         _find_users_modules()
         _import_public_classes()
-        # What Lightning says of every run of this kind, and of nothing that a user could change.
-        for message in ("Found .* in eval mode", ".*does not have many workers", ".*LeafSpec", ".*args parameter is"):
-            warnings.filterwarnings("ignore", message=message)
+        warnings.filterwarnings("ignore", message=".*args parameter is", module=r"lightning\.")  # it is on purpose
         super().__init__(
             LearnerModule,
             PreferenceDataModule,
@@ -180,6 +178,13 @@ class PreferenceCLI(LightningCLI):
         kept = ("fit", "validate")  # no module here tests or predicts
         return {name: LightningCLI.subcommands()[name] for name in kept} | {"collect": {"model", "datamodule"}}
 
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        if isinstance(trainer, PreferenceTrainer):
+            trainer.log_interval_given = self._get(self.config_init, "trainer.log_every_n_steps") is not None
+        return trainer
+
     def before_fit(self) -> None:
         """Takes the newest checkpoint where ``--ckpt_path`` is a run's directory, and resumes in that directory."""
         options = self.config_init["fit"]
@@ -202,7 +207,7 @@ class PreferenceCLI(LightningCLI):
 
 
 def _check_checkpoint(given: Any) -> None:
-    """Finds a missing checkpoint before any class is made."""
+    """Finds a missing or broken checkpoint before any class is made."""
     if given is None or str(given).partition(":")[0] in _CHECKPOINT_WORDS or "://" in str(given):
         return
     path = Path(given)
@@ -212,6 +217,8 @@ def _check_checkpoint(given: Any) -> None:
             f"`--ckpt_path` must be a checkpoint (.ckpt), the directory of a run, or `last`, and {str(given)!r} does "
             f"not exist{hint(difflib.get_close_matches(str(given), beside, 1))}"
         )
+    if path.is_file():
+        check_whole(path)
 
 
 def _check_optimizer(config: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import lightning as L
@@ -39,6 +38,9 @@ class PreferenceTrainer(L.Trainer):
     collecting = False
     """True while :meth:`collect` is at work."""
 
+    log_interval_given = False
+    """True if ``log_every_n_steps`` is the user's, even where it is Lightning's default."""
+
     def __init__(self, *, run_name: str | None = None, **kwargs: Any) -> None:
         if run_name is not None and not re.fullmatch(r"\w[\w.-]*", run_name):
             raise ConfigurationError(f"`run_name` must be letters, digits, `_`, `-` and `.`, got {run_name!r}")
@@ -72,9 +74,7 @@ class PreferenceTrainer(L.Trainer):
         self.callbacks = [callback for callback in self.callbacks if not isinstance(callback, Checkpoint)]  # type: ignore[has-type]
         self.collecting = True
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
-                self.validate(_AskedTeam(model.team), datamodule=stage, verbose=False)
+            self.validate(_AskedTeam(model.team), datamodule=stage, verbose=False)
         finally:
             self.collecting = False
         return stage.pairs

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -19,8 +19,9 @@ from pbrl_lightning.data_options import validate_items, validate_options, valida
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
 from pbrl_lightning.generation import IndexLoader
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
+from pbrl_lightning.monitoring import validates_pairs
 from pbrl_lightning.pair_source import PairSource, held_out_split, warn_of_shared_items
-from pbrl_lightning.preferences.collector import Collector
+from pbrl_lightning.preferences.collector import Collection, Collector
 from pbrl_lightning.preferences.fingerprint import fingerprint
 from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.preferences.pair_sources import pair_sources, read_sources
@@ -29,6 +30,8 @@ from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.scoring import PreferenceJudge
 from pbrl_lightning.preferences.selection import PairSelection
 from pbrl_lightning.randomness import run_seed
+from pbrl_lightning.reporting.empty_rounds import why_no_pairs
+from pbrl_lightning.reporting.log_interval import LogInterval
 from pbrl_lightning.rollouts import RolloutLoader
 from pbrl_lightning.rounds import (
     RoundRecord,
@@ -120,6 +123,7 @@ class PreferenceDataModule(L.LightningDataModule):
         num_turns: int = 1,
         joint_mode: str = "aligned",
     ) -> None:
+        seed = run_seed(seed)  # before it is recorded among the options
         record_options(self, locals())
         super().__init__()
         self.comparator = comparator
@@ -141,7 +145,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.given_eval_pairs = None if eval_pairs is None else pair_sources(eval_pairs, "eval_pairs")
         self.val_fraction = val_fraction
         self.preference_scoring_reward = preference_scoring_reward
-        self.seed = seed = run_seed(seed)
+        self.seed = seed
         self.sources = source_names(items=items, eval_items=eval_items, pairs=pairs, eval_pairs=eval_pairs)
         validate_options(
             self,
@@ -164,6 +168,7 @@ class PreferenceDataModule(L.LightningDataModule):
             self.evaluator = Evaluator(held_out, oracle, self.sampling, seed, eval_metrics)
         self._replay_dir = replay_dir
         self._limit_val_batches: int | float | None = None
+        self._log_interval = LogInterval()
         self.start_afresh()
 
     def start_afresh(self) -> None:
@@ -173,6 +178,8 @@ class PreferenceDataModule(L.LightningDataModule):
         self.training_pairs: list[PreferencePair] = []
         self._tokens: list[PairTokens] | None = None
         self._held_out: tuple[list[PreferencePair], list[PairTokens]] | None = None
+        self.position: Position | None = None
+        self._explained_empty_round = False
         if self.oracle is not None:
             self.oracle.num_dropped = 0
 
@@ -205,7 +212,7 @@ class PreferenceDataModule(L.LightningDataModule):
         begin_run(trainer)
         self.start_afresh()
         validate_run(self, module)
-        schedule = self._schedule
+        schedule = self.schedule
         module.check()
         if self.comparator is not None:
             self.comparator.check(self._team_module.team)
@@ -223,6 +230,7 @@ class PreferenceDataModule(L.LightningDataModule):
             if not self._holds_out_pairs:
                 self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+        self._log_interval.begin(trainer)
         limit = trainer.fit_loop.max_epochs
         if limit is None or limit < 0 or limit > schedule.total_epochs:
             trainer.fit_loop.max_epochs = schedule.total_epochs
@@ -233,6 +241,7 @@ class PreferenceDataModule(L.LightningDataModule):
             self.pair_source.drop_journals()  # a run that is over has nothing to go on from
         if stage == "fit" and self._limit_val_batches is not None:
             self._trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
+        self._log_interval.end(self._trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -240,13 +249,19 @@ class PreferenceDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> PairLoader | RolloutLoader:
-        position = self._prepare_round(completed_epochs(self._trainer))
-        if position is not None and position.phase == "policy":
-            return self._rollout_loader(position)
-        if self._tokens is None:  # resumed inside a round
-            self.training_pairs, self._tokens = self._module.encode_pairs(self.training_pairs)
-        pairs, tokens = (self.training_pairs, self._tokens) if position is not None else ([], [])
-        return self._pair_loader(pairs, tokens, position.epoch if position is not None else 0)
+        self.position = position = self._prepare_round(completed_epochs(self._trainer))
+        if position is None:
+            return self._pair_loader([], [], epoch=0)
+        loader: PairLoader | RolloutLoader
+        if position.phase == "policy":
+            loader = self._rollout_loader(position)
+        else:
+            if self._tokens is None:  # resumed inside a round
+                self.training_pairs, self._tokens = self._module.encode_pairs(self.training_pairs)
+            loader = self._pair_loader(self.training_pairs, self._tokens, position.epoch)
+        epochs = self.schedule.num_rounds * dict(self.schedule.phases)[position.phase]
+        self._log_interval.choose(self._trainer, len(loader), epochs)
+        return loader
 
     @override
     def val_dataloader(self) -> PairLoader | list[Any]:
@@ -283,9 +298,7 @@ class PreferenceDataModule(L.LightningDataModule):
     @property
     def _holds_out_pairs(self) -> bool:
         """True if this fit measures pairs that it is not trained on."""
-        module = self._module
-        given = self.given_eval_pairs is not None or (self.given_pairs is not None and self._held_out_fraction > 0)
-        return module.measures_pairs and given
+        return validates_pairs(self._module, self)
 
     def _held_out_loader(self) -> PairLoader:
         """Batches of the held-out pairs; outside of a fit and without `eval_pairs`, of all `pairs`."""
@@ -318,7 +331,7 @@ class PreferenceDataModule(L.LightningDataModule):
         oracle = Oracle(learned.score_texts) if learned is not None else self.oracle
         assert oracle is not None  # validate_run
         items = self.items[:2] if trainer.fast_dev_run else self.items  # type: ignore[attr-defined]
-        policy_epochs = sum(epochs for phase, epochs in self._schedule.phases if phase == "policy")
+        policy_epochs = sum(epochs for phase, epochs in self.schedule.phases if phase == "policy")
         return RolloutLoader(
             learner,
             module.team,
@@ -368,10 +381,22 @@ class PreferenceDataModule(L.LightningDataModule):
         """Ends the last round, if all of its epochs are over."""
         if not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             return  # Lightning counts an epoch that `max_steps` or a stop cut short as over
-        shift = self._progress.skipped_rounds * self._schedule.epochs_per_round
-        position = self._schedule.locate(completed_epochs(self._trainer) + shift)
+        shift = self._progress.skipped_rounds * self.schedule.epochs_per_round
+        position = self.schedule.locate(completed_epochs(self._trainer) + shift)
         if position is None or position.round != self._progress.round:
             self._end_round()
+
+    @property
+    def trainer(self) -> L.Trainer | None:
+        """The trainer that it is attached to."""
+        return self._attached
+
+    @trainer.setter
+    def trainer(self, trainer: L.Trainer | None) -> None:
+        self._attached = trainer
+        # The schedule ends a fit. Given no limit, Lightning warns before its first hook that it sets 1000 epochs.
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.fit_loop.max_epochs is None:
+            trainer.fit_loop.max_epochs = -1
 
     @property
     def _trainer(self) -> L.Trainer:
@@ -394,12 +419,13 @@ class PreferenceDataModule(L.LightningDataModule):
         return self._module
 
     @property
-    def _schedule(self) -> RoundSchedule:
+    def schedule(self) -> RoundSchedule:
+        """The rounds of the run and the phases of a round."""
         return self._module.make_schedule(self.iterative)
 
     def _prepare_round(self, epoch: int) -> Position | None:
         """Brings the state to the round of this epoch; passes over rounds that have nothing to train on."""
-        schedule, progress = self._schedule, self._progress
+        schedule, progress = self.schedule, self._progress
         while True:
             shift = progress.skipped_rounds * schedule.epochs_per_round
             limit = schedule.total_epochs - shift  # also after a resume, which sets the schedule's
@@ -411,9 +437,8 @@ class PreferenceDataModule(L.LightningDataModule):
             self._end_round()
             if position is None:
                 self._trainer.fit_loop.max_epochs = epoch
-                if not epoch:
-                    nothing = "no given pair differs" if self.given_pairs else "no task item gave a preference pair"
-                    rank_zero_warn(f"{nothing} (all ties?); the run ends without an update")
+                if not epoch and self.given_pairs is not None:
+                    rank_zero_warn("none of the `pairs` can be trained on: winner and loser are the same everywhere")
                 return None
             self.training_pairs, self._tokens = self._begin_round(position.round)
             progress.round = position.round  # not before: a run that stops in a collection has not begun the round
@@ -422,7 +447,6 @@ class PreferenceDataModule(L.LightningDataModule):
                 progress.fitted |= self._module.collects_pairs
                 notify(self._trainer, "on_round_prepared", position.round)
                 return position
-            rank_zero_info(f"round {position.round} has no pairs to train on and passes without an update")
             progress.skipped_rounds += 1
 
     def _begin_round(self, round_number: int) -> tuple[list[PreferencePair], list[PairTokens]]:
@@ -443,7 +467,18 @@ class PreferenceDataModule(L.LightningDataModule):
         record.train_pairs = len(pairs)
         log_round(trainer, record, self._progress, self.oracle.num_dropped if self.oracle is not None else 0)
         notify(trainer, "on_round_collected", record)
+        if not pairs:
+            self._explain_empty_round(round_number, collected)
         return pairs, tokens
+
+    def _explain_empty_round(self, round_number: int, collected: Collection) -> None:
+        """Warns the first time of a run; further rounds only say so."""
+        if self._explained_empty_round:
+            rank_zero_info(f"round {round_number} has no pairs to train on either, and passes without an update")
+            return
+        self._explained_empty_round = True
+        num_dropped = self.oracle.num_dropped if self.oracle is not None else 0
+        rank_zero_warn(why_no_pairs(round_number, collected, num_dropped, self.iterative))
 
     def _read_pairs(self, name: Literal["pairs", "eval_pairs"]) -> list[PreferencePair]:
         sources = self.given_pairs if name == "pairs" else self.given_eval_pairs

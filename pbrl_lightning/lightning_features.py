@@ -201,7 +201,14 @@ def check_features(trainer: Any, module: LearnerModule) -> None:
         problems += [sentence for kind, applies, sentence in _CALLBACKS if _has(trainer, kind) and applies(run)]
         problems += [sentence for applies, sentence in _OPTIONS if applies(run)]
         problems += _min_epochs(run) + monitor_problems(trainer, module, data)
+    if problems:
+        _drop_tuner(trainer)
     raise_together(problems)
+
+
+def _drop_tuner(trainer: Any) -> None:
+    """Takes out what a Tuner put in for this one fit, as it would have done after it."""
+    trainer.callbacks = [callback for callback in trainer.callbacks if not getattr(callback, "_early_exit", False)]
 
 
 def _data(trainer: Any) -> PreferenceDataModule | None:

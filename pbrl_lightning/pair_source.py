@@ -107,6 +107,7 @@ class PairSource:
             done += passed
             notify(trainer, "on_collection_progress", done, total)
 
+        progress(0)
         team: AgentTeam = trainer.lightning_module.team  # type: ignore[assignment]
         journal = self._journal(trainer, collector, items, round_number)
 

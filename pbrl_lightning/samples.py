@@ -16,9 +16,9 @@ Cell = str | float | int | None
 TABLE_WIDTH: Final = 96
 """Characters of a line of a wrapped table; TensorBoard shows so many on a screen of 1400 pixels."""
 SHORT_CELL: Final = 24
-"""Characters of the longest text in a column that is not one of long texts."""
+"""Characters of the longest line in a column that is not one of long texts."""
 SHORT_WIDTH: Final = 14
-"""Characters at which such a column is wrapped."""
+"""Characters at which such a column is wrapped in a table that is too wide."""
 NARROWEST: Final = 20
 """Characters that a column of long texts has in any case."""
 MOST_LINES: Final = 24
@@ -176,19 +176,25 @@ def wrapped_cells(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> lis
         rows: One cell per column.
 
     Returns:
-        Rows of cells of lines, the names first. Short columns are as wide as they need, those of long texts share what
-        is left of :data:`TABLE_WIDTH`.
+        Rows of cells of lines, the names first. If the table would be wider than :data:`TABLE_WIDTH`, columns of long
+        texts share what the short ones leave of it.
     """
     texts = [list(columns), *([cell_text(value) for value in row] for row in rows)]
-    cells: list[list[list[str]]] = [[] for _ in texts]
-    longest = [max(len(text) for text in column) for column in zip(*texts, strict=True)]
+    widths = _column_widths([max(map(_line_length, column)) for column in zip(*texts, strict=True)])
+    return [[_wrapped(text, width) for text, width in zip(row, widths, strict=True)] for row in texts]
+
+
+def _column_widths(longest: Sequence[int]) -> list[int]:
+    """Characters per column, from those of its longest line."""
+    if sum(longest) <= TABLE_WIDTH:
+        return list(longest)
     num_long = sum(length > SHORT_CELL for length in longest)
     left = TABLE_WIDTH - sum(min(length, SHORT_WIDTH) for length in longest if length <= SHORT_CELL)
-    for column, length in zip(zip(*texts, strict=True), longest, strict=True):
-        width = SHORT_WIDTH if length <= SHORT_CELL else max(NARROWEST, left // num_long)
-        for row, text in zip(cells, column, strict=True):
-            row.append(_wrapped(text, width))
-    return cells
+    return [max(NARROWEST, left // num_long) if length > SHORT_CELL else min(length, SHORT_WIDTH) for length in longest]
+
+
+def _line_length(text: str) -> int:
+    return max([1, *map(len, text.expandtabs(4).splitlines())])
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -14,6 +14,7 @@ ACTIVITIES: Final[tuple[Activity, ...]] = get_args(Activity)
 _seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
 _doing: list[Activity] = []
 _since = 0.0
+_tokens = 0
 
 
 def _account() -> None:
@@ -67,6 +68,23 @@ def take_seconds() -> dict[Activity, float]:
     taken = dict(_seconds)
     _seconds.update(dict.fromkeys(ACTIVITIES, 0.0))
     return taken
+
+
+def current_activity() -> Activity | None:
+    """What the main thread is doing; of the activities above, None if it is none of them."""
+    doing = _doing[-1:]  # one operation: other threads ask
+    return doing[0] if doing else None
+
+
+def count_sampled_tokens(count: int) -> None:
+    """Counts tokens as they are sampled, for whoever shows the progress."""
+    global _tokens
+    _tokens += count  # models that sample at the same time may lose a few: nothing is computed from it
+
+
+def tokens_sampled() -> int:
+    """Tokens that this process has sampled so far."""
+    return _tokens
 
 
 def pending_seconds() -> dict[Activity, float]:

@@ -31,6 +31,7 @@ from pbrl_lightning import (
     ReferenceKL,
     ShardedStrategy,
 )
+from pbrl_lightning.batches import PreferencePair
 from pbrl_lightning.sharding import whole
 from training_runs import EVAL_ITEMS, Killer, StopError, make_data, make_module, make_team, make_trainer, text_reward
 
@@ -100,6 +101,7 @@ def build(
     checkpointing=False,
     halves=False,
     comparator=None,
+    held_out=False,
     **_,
 ):
     """A module and its data; the global batch is the same for every number of processes and batches of a step."""
@@ -116,6 +118,11 @@ def build(
         "replay_dir": str(out / "replay"),
         "eval_items": EVAL_ITEMS,
     }
+    if held_out:  # five pairs: one process has a row that only fills up
+        letters = "vwxyz"
+        data["eval_pairs"] = [
+            PreferencePair([letter, letter], ["a", letter], ["bb", ""], 1.0, 0.0, 0.5) for letter in letters
+        ]
     if comparator:
         data["comparator"] = COMPARATORS[comparator]()
     if not data["iterative"]:
@@ -175,6 +182,7 @@ def run_job(options):
         "held": shares.held,
         "steps": trainer.global_step,
         "env_step": data.env_step,
+        "held_out": {name: v.item() for name, v in trainer.callback_metrics.items() if name.startswith("val/")},
         "rounds": [(r.collected_pairs, r.train_pairs, r.reward_mean, r.comparator_reward_mean) for r in data.rounds],
         "evaluations": [c.results for c in trainer.callbacks if hasattr(c, "results")],
     }

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -217,10 +218,10 @@ def check_table(events, evaluation):
     assert list(tables) == [step for step, _ in evaluation.results]
     for step, mean in evaluation.results:
         lines = tables[step].splitlines()
-        assert lines[0] == "| item | reward | agent 0 | agent 1 |"
         assert len(lines) == 2 + 4
-        cells = [[cell.strip() for cell in line.split(" | ")] for line in lines[2:]]
-        assert [row[0].lstrip("| ") for row in cells] == ["0", "1", "2", "3"]
+        head, *cells = [re.findall(r"<pre>(.*?)</pre>", line) for line in (lines[0], *lines[2:])]
+        assert head == ["item", "reward", "prompt", "agent 0", "agent 1"]
+        assert [(row[0], row[2]) for row in cells] == [(str(place), letter) for place, letter in enumerate("vwxy")]
         assert sum(float(row[1]) for row in cells) / 4 == pytest.approx(mean, abs=2e-3)
 
 

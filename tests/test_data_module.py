@@ -201,7 +201,7 @@ def test_options_that_do_not_fit(options, message):
     [
         ({"items": ITEMS}, "`reward_func` must be given"),
         ({"items": ITEMS, "reward_func": text_reward, "pairs": ["x.json"]}, "`items` and `pairs` exclude"),
-        ({"pairs": ["x.json"], "val_fraction": 0.5}, "`val_fraction` is a JointRewardModule's"),
+        ({"items": ITEMS, "reward_func": text_reward, "val_fraction": 0.5}, "a run that collects its pairs takes `ev"),
         (
             {"items": ITEMS, "reward_func": text_reward, "preference_scoring_reward": "reward_model"},
             "needs a MARLHFModule and a `comparator`",
@@ -343,7 +343,7 @@ def test_fault_B39_scores_that_are_missing_are_counted_and_the_run_goes_on(tmp_p
 def test_fault_B83_a_base_run_of_ties_ends_normally_and_says_so(tmp_path):
     team = make_team().load()
     before = weights_of(team)
-    with pytest.warns(UserWarning, match="no task item gave a preference pair"):
+    with pytest.warns(UserWarning, match="round 1 has no pairs to train on"):
         trainer, recorder = fit(tmp_path, make_data(lambda *c: [1.0] * len(c[0]), iterative=False), make_module(team))
     assert trainer.state.finished
     assert trainer.global_step == 0

@@ -311,6 +311,33 @@ def test_gradient_norms_are_those_before_clipping(tmp_path, clip):
     assert min(map(min, seen.norms)) > 0.02  # so that the clipping shrinks it
 
 
+def test_details_are_taken_on_the_steps_that_are_written_and_change_no_weight(tmp_path):
+    weights, taken = [], []
+    for every in (1, 4):
+        monitored = Monitored()
+        module, _, logger, _ = run(
+            tmp_path / str(every), callbacks=[monitored], pairs=PAIRS, trainer={"log_every_n_steps": every}
+        )
+        weights.append(weights_of(module.team))
+        taken.append(monitored.norms)
+        assert len(logger.values("train/grad_norm/agent_1")) == len(logger.values("train/loss")) == 12 // every
+        assert len(logger.values("train/logps/chosen/agent_1")) == 12 // every
+    assert same_weights(*weights)
+    # Six steps an epoch: the first of each, and the fourth, eighth and twelfth.
+    places = [0, 0, 0, 3, 3, 3, 6, 7, 7, 7, 7, 11]
+    assert taken[1] == [taken[0][place] for place in places]
+
+
+class Monitored(Callback):
+    """What a callback sees of the gradient's norm after each step."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.norms.append(trainer.callback_metrics["train/grad_norm"].item())
+
+
 def test_a_gradient_is_clipped_as_by_torch_and_measured_before():
     def parameters():
         made = [torch.nn.Parameter(torch.zeros(size)) for size in (2, 1, 3)]

@@ -345,7 +345,7 @@ def test_a_round_that_collected_nothing_fits_and_learns_on_earlier_pairs(tmp_pat
 def test_fault_B83_a_base_run_of_ties_ends_normally_without_an_update(tmp_path):
     module, watch = make_marlhf(num_train_epochs=3), Watch()
     trainer = make_trainer(tmp_path, [watch])
-    with pytest.warns(UserWarning, match="no task item gave a preference pair"):
+    with pytest.warns(UserWarning, match="round 1 has no pairs to train on"):
         trainer.fit(module, some_data(lambda *c: [1.0] * len(c[0]), iterative=False))
     assert (trainer.state.finished, trainer.global_step, module.policy_updates) == (True, 0, 0)
     assert watch.events == ["start 1", "end 1"]

@@ -18,6 +18,7 @@ SAME = {run: {"run": run} for run in RUNS}
 SAME |= {f"{run} float32": {"run": run, "dtype": "float32"} for run in ITERATIVE}
 SAME |= {f"{run} ties": {"run": run, "ties": TIES} for run in ITERATIVE}
 SAME |= {"lora": {"run": "madpo_iter", "lora": True, "checkpointing": True}}
+SAME |= {"held out": {"run": "madpo", "held_out": True}}
 SAME |= {"halves": {"run": "magrpo", "halves": True}}
 WITHIN = {"within": {"run": "magrpo", "halves": True, "stop": 3}}  # between the two updates of the second rollout
 STOPPED = {f"{run} stopped": {"run": run, "stop": STOP} for run in ITERATIVE}
@@ -55,6 +56,15 @@ def assert_same_run(root, name, tolerance):
 @pytest.mark.parametrize("run", RUNS)
 def test_fault_B74_B77_two_processes_are_one(ran, run):
     assert assert_same_run(ran, run, 1e-9)["steps"] >= 20
+
+
+def test_held_out_pairs_add_up_over_processes_and_change_no_weight(ran):
+    alone = assert_same_run(ran, "held out", 1e-9)
+    assert set(alone["held_out"]) == {"val/loss", "val/preference_accuracy", "val/margin"}
+    for end in ends(ran / "2", "held out", 2):
+        assert end["held_out"] == pytest.approx(alone["held_out"], rel=1e-5)
+    (plain,) = ends(ran / "1", "madpo", 1)
+    assert gap(alone["weights"], plain["weights"]) == 0
 
 
 @pytest.mark.parametrize("run", ITERATIVE)

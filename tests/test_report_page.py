@@ -407,6 +407,7 @@ def test_texts_are_wrapped_between_words_and_long_ones_folded():
 def test_lines_and_indentation_of_code_are_kept():
     _, first, _ = wrapped_cells(*table_of(samples("if x:\n\n    return 1\n", WORDS)))
     assert first[4] == ["if x:", "", "    return 1"]
+    assert wrapped_cells(["x"], [["\n"], [""], [" "], ["\t"]])[1:] == [[[""]]] * 4
 
 
 class Rendered(HTMLParser):
@@ -438,6 +439,8 @@ def test_tensorboard_shows_a_table_as_it_is_written():
     assert cells[:6] == ["item", "side", "reward", "prompt", "agent 0", "agent 1"]
     assert cells[7] == "winner:\ncurrent agents"
     assert cells[14] == "-"
+    narrow = wrapped_cells(*table_of(samples("a", "b\nc", prompts=["p", "p"])))  # there is room for all of it
+    assert narrow[1] == [["0"], ["winner: current agents"], ["1.000"], ["p"], ["a"], ["b", "c"]]
     expected = [line.split() for line in CODE.splitlines()]
     assert " ".join(cells[10].split()) == " ".join(" ".join(line) for line in expected)
     assert "<script>alert('x')</script>" in cells[11].replace("\n", "")

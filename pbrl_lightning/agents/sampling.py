@@ -17,6 +17,7 @@ from pbrl_lightning.agents.adapters import adapters_by_row
 from pbrl_lightning.agents.decoding import DecodedRows, rows_for
 from pbrl_lightning.agents.loading import vocabulary_of
 from pbrl_lightning.agents.products import device_memory, ready_products
+from pbrl_lightning.timing import count_sampled_tokens
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 from pbrl_lightning.utils.nearest import hint, nearest
 
@@ -316,6 +317,7 @@ def _decode(
         drawn = next_tokens(decoded.logits, draws[:, step], config)
         open_rows = ~finished[alive]
         tokens[alive[open_rows], step] = drawn.cpu()[open_rows]
+        count_sampled_tokens(int(open_rows.sum()))
         ended = torch.isin(drawn, stop).cpu() & open_rows
         finished[alive[ended]] = True
         lengths[alive[ended]] = step + 1

@@ -151,15 +151,12 @@ def items(module: LearnerModule, data: PreferenceDataModule, results: RunResults
     """What it was trained and evaluated on, and how pairs were chosen."""
     facts: Facts = []
     if data.items:
-        facts.append(("task items", f"{len(data.items)}: {data.sources['items']}"))
+        facts.append(("task items", f"{len(data.items)}: {data.sources.get('items', 'given in Python')}"))
     if data.evaluator is not None:
-        used = min(results.samples, len(data.evaluator.items))
-        facts.append(
-            (
-                "evaluation items",
-                f"{len(data.evaluator.items)}: {data.sources['eval_items']}; {used} of them in each evaluation",
-            )
-        )
+        total = len(data.evaluator.items)
+        source = data.sources.get("eval_items", "given in Python")
+        used = min(results.samples, total)
+        facts.append(("evaluation items", f"{total}: {source}; {used} of them in each evaluation"))
     elif isinstance(module, TeamModule):
         facts.append(("evaluation items", "none: the run was not evaluated"))
     if data.given_pairs is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
+from pbrl_lightning.commands.parsing import ClearErrors
 from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.reporting.comparison import GENERATOR, as_text, missing_lines, option_rows, page, table
 from pbrl_lightning.reporting.runs import find_runs, read_run
@@ -17,7 +18,7 @@ HELP = "Compare runs: a table, the options that differ, and a page with their cu
 
 def parser() -> ArgumentParser:
     """The command's options."""
-    made = ArgumentParser(
+    made = ClearErrors(
         prog="pbrl compare",
         description=f"{HELP} A run is its directory or name=directory; a folder stands for all runs in it.",
         epilog="pbrl compare runs/madpo short=runs/marlhf/lightning_logs/version_0 --output comparison.html",

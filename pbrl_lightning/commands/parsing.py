@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import re
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -64,6 +65,10 @@ class OptionError(ConfigurationError, argparse.ArgumentError):
         return OptionError(f"{key}{between}{self.option}", self.problem, near, owner)
 
 
+_refused: deque[OptionError] = deque(maxlen=20)
+"""The last errors of parsers."""
+
+
 class ClearErrors(ArgumentParser):
     """A parser whose errors are one sentence each, and which takes no abbreviated option."""
 
@@ -92,7 +97,12 @@ class ClearErrors(ArgumentParser):
         if isinstance(found, OptionError):
             found = found.inside(key, self.described) if key is not None else found
         elif found is None:
-            found = self._explained(message, ex, key)
+            # Of a type with several branches, jsonargparse passes on the first branch's error and the others' words.
+            words = " ".join(message.split())
+            inner = next((one for one in reversed(_refused) if key and " ".join(str(one).split()) in words), None)
+            found = inner.inside(str(key), self.described) if inner else self._explained(message, ex, key)
+        if isinstance(found, OptionError):
+            _refused.append(found)
         if isinstance(found, OptionError) and self.exit_on_error:
             found.typed = self._typed(found.option)
         # Without what jsonargparse says of it, which shows all values.
@@ -138,7 +148,7 @@ class ClearErrors(ArgumentParser):
         leaf = str(innermost) if innermost is not None else ""
         value = leaf.partition("Got value: ")[2] or message.rpartition("Given value: ")[2]
         if allowed is None:
-            return f"has a wrong value: {_without_values(leaf or message)}"
+            return "must be a dict of its options, or the path of a file that holds them"
         known = subclasses_of(classes_in(allowed))
         name = leaf.removeprefix(_NO_PATH) if leaf.startswith(_NO_PATH) else ""
         if name and value != name and not nearest(name, known):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,6 +26,7 @@ from pbrl_lightning.modules.gradients import clip_gradients, total_norm
 from pbrl_lightning.modules.restoring import drop_objects, load_module, saved_options
 from pbrl_lightning.modules.run_dtype import DtypeHolder, RunDtype
 from pbrl_lightning.preferences.pair_tokens import trainable_pairs
+from pbrl_lightning.reporting.quiet import drop_advertisements
 from pbrl_lightning.resume import settle_epoch
 from pbrl_lightning.rounds import batches_per_update, log_to, writes_logs
 from pbrl_lightning.schedule import RoundSchedule
@@ -38,8 +39,13 @@ if TYPE_CHECKING:
     from pbrl_lightning.modules.marl import MARLModule
 
 Metrics = dict[str, Tensor | float]
+
+_DETAILS = ("/agent_", "/logps/", "/response_length")
+"""Parts of names that are many: they are logged on steps that loggers write, and on the first of each epoch."""
 _WEIGHTS = {"state_dict", "current_model_state"}
 """Where a checkpoint holds weights; the second beside a ``WeightAveraging``, whose average is the first."""
+
+drop_advertisements()
 
 
 def by_agent(name: str, values: Tensor) -> Metrics:
@@ -73,6 +79,9 @@ class LearnerModule(RunDtype):
     pair_margins_name = "train/margins"
     """What loggers call them."""
 
+    last_loss: tuple[str, Tensor | float] | None
+    """Name and value of the loss that was logged last, detached; for whoever shows the progress."""
+
     val_margins_name = "val/margins"
     """The same for held-out pairs."""
 
@@ -96,6 +105,8 @@ class LearnerModule(RunDtype):
         # Checkpoints hold no frozen backbone; `on_load_checkpoint` checks that no trained weight is missing.
         self.strict_loading = False
         self._batch_started = Stopwatch()
+        self.last_loss = None
+        self._logs_details = True
         self._resumed_metrics: dict[str, float] = {}
 
     @property
@@ -175,6 +186,7 @@ class LearnerModule(RunDtype):
         """What a run of this module needs, unless the user gives one of the kind."""
         from pbrl_lightning.callbacks import (
             AgentExport,
+            CollectionProgress,
             GracefulStop,
             RoundFigures,
             RoundTimes,
@@ -184,7 +196,7 @@ class LearnerModule(RunDtype):
 
         # What a logger gets is shown once more at the end; who logs nothing gets no pictures either.
         pictures = [RoundFigures(), RunReport()] if writes_logs(self.trainer) else []
-        return [RunDirectory(), RoundTimes(), AgentExport(), *pictures, GracefulStop()]
+        return [CollectionProgress(), RunDirectory(), RoundTimes(), AgentExport(), *pictures, GracefulStop()]
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
@@ -236,7 +248,10 @@ class LearnerModule(RunDtype):
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss, metrics = self.step(batch, f"batch {batch_idx}")
+        if not self._logs_details:
+            metrics = {name: value for name, value in metrics.items() if not any(part in name for part in _DETAILS)}
         if metrics:
+            self.last_loss = next(((name, value) for name, value in metrics.items() if name.endswith("/loss")), None)
             self.log_dict(
                 {**metrics, "env_step": float(self.trainer.datamodule.env_step)},  # type: ignore[attr-defined]
                 batch_size=int((batch.weights > 0).sum()),
@@ -245,7 +260,10 @@ class LearnerModule(RunDtype):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        del batch, batch_idx
+        del batch
+        trainer = self.trainer
+        written = (trainer.global_step + 1) % (trainer.log_every_n_steps or 1) == 0  # type: ignore[attr-defined]
+        self._logs_details = written or batch_idx < trainer.accumulate_grad_batches
         self._batch_started = Stopwatch()
 
     @override
@@ -293,12 +311,14 @@ class LearnerModule(RunDtype):
 
         Logs the norm of each group's gradient before that, and of all together.
         """
+        if not gradient_clip_val and not self._logs_details:
+            return
         norms = {
             group["name"]: norm
             for group in optimizer.param_groups
             if (norm := clip_gradients(group["params"], gradient_clip_val, gradient_clip_algorithm)) is not None
         }
-        if norms:
+        if norms and self._logs_details:
             by_group = {f"train/grad_norm/{name}": norm for name, norm in norms.items()}
             self.log_dict({"train/grad_norm": total_norm(list(norms.values())), **by_group})
 
@@ -342,6 +362,14 @@ class LearnerModule(RunDtype):
         state = checkpoint["state_dict"]
         self.load_state_dict(state, strict=False)
         self.to(next((value.device for value in state.values()), self.device))
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        # `ddp_fork` and `ddp_spawn` bring trained weights back to a process that never loaded its models.
+        if not strict and self._trainer is not None:
+            self.settle_dtype()
+            self.load()
+        return super().load_state_dict(state_dict, strict, assign)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -451,7 +479,7 @@ class TeamModule(LearnerModule):
     def wanted_callbacks(self) -> list[L.Callback]:
         from pbrl_lightning import callbacks as ours
 
-        wanted: list[L.Callback] = [ours.CollectionProgress(), *super().wanted_callbacks()]
+        wanted: list[L.Callback] = super().wanted_callbacks()
         if self.trainer.limit_val_batches != 0:
             wanted.insert(0, ours.JointEvaluation())
         if writes_logs(self.trainer) and self.collects_pairs:
@@ -512,6 +540,10 @@ class TeamModule(LearnerModule):
         """One joint response to each of these task items, as :meth:`AgentTeam.generate` returns them."""
         del batch_idx
         data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not hasattr(data, "predicted_items"):
+            raise ConfigurationError(
+                "`trainer.predict` responds to the items of a PreferenceDataModule; `team.generate` responds to any"
+            )
         return predicted_texts(self.team, data.predicted_items, indices, sampling=data.sampling, seed=data.seed)
 
     @override

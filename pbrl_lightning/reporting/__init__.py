@@ -1,1 +1,1 @@
-"""What is shown of runs: their comparison."""
+"""What is said of a run while it works, and the comparison of runs."""

@@ -146,7 +146,7 @@ def _is_part(path: Path, runs: list[Path]) -> bool:
 
 def _events(directory: Path) -> dict[str, Series]:
     """Scalars of TensorBoard's files; a resumed run has several."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found: dict[str, dict[int, tuple[float, float]]] = {}
     passed = 0.0

@@ -9,7 +9,7 @@ class UserError(Exception):
     """Base of every error that the command line reports as one sentence, without a traceback."""
 
     exit_code = 1
-    """The command's exit code: 1 for what went wrong in a run, 2 for what was asked for wrongly."""
+    """Exit code of the command, 1 for what went wrong in a run and 2 for what was asked for wrongly."""
 
 
 class ConfigurationError(UserError, ValueError):

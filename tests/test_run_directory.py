@@ -267,9 +267,8 @@ def test_a_run_that_the_command_line_resumes_continues_in_its_directory_with_its
         assert whole.values[: len(first.values)] == first.values  # nothing is lost
         assert len(whole.values) > len(first.values)
         assert after["iter/current_iteration"].values == [1.0, 2.0]
-    # A run with another root, or another name, begins a new directory.
-    run(*logger, *rounds(3), "--ckpt_path", str(directory), "--trainer.default_root_dir", "other")
-    if kind != "csv":
+    if kind == "tensorboard":  # with another root it begins a new directory
+        run(*rounds(3), "--ckpt_path", str(directory), "--trainer.default_root_dir", "other")
         assert contents(Path("other/lightning_logs")) == {"version_0"}
 
 

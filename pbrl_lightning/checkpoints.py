@@ -58,8 +58,13 @@ _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyEr
 
 
 def _not_whole(path: str | Path, error: Exception) -> ConfigurationError:
+    if isinstance(error, pickle.UnpicklingError):  # torch's own words advise to run whatever the file holds
+        return ConfigurationError(
+            f"{path} is damaged, or holds objects besides tensors and plain containers: such a file could run code and "
+            "is not loaded"
+        )
     reason = str(error).partition("\n")[0]
-    return ConfigurationError(f"{path} is no whole checkpoint ({type(error).__name__}: {reason})")
+    return ConfigurationError(f"{path} is not a whole checkpoint ({type(error).__name__}: {reason})")
 
 
 def check_whole(path: str | Path) -> None:
@@ -69,7 +74,7 @@ def check_whole(path: str | Path) -> None:
         ConfigurationError: If it is one.
     """
     if not _is_whole(Path(path)):
-        raise ConfigurationError(f"{path} is no whole checkpoint: it is not an archive as torch.save writes it")
+        raise ConfigurationError(f"{path} is not a whole checkpoint: it is not an archive as torch.save writes it")
 
 
 def make_durable(trainer: L.Trainer) -> None:

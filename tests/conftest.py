@@ -17,6 +17,8 @@ import exact  # noqa: E402, F401
 
 torch.set_num_threads(1)
 
+collect_ignore_glob = ["comlrl/*", "data/*"]  # scripts that run in the environments of other libraries
+
 
 @pytest.fixture(autouse=True)
 def no_leaked_environment() -> Iterator[None]:

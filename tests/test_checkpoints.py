@@ -19,6 +19,7 @@ from pbrl_lightning.agents.loading import tiny_model, tiny_tokenizer
 from pbrl_lightning.checkpoints import DurableCheckpointIO, newest_checkpoint
 from pbrl_lightning.cli import main
 from pbrl_lightning.preferences.round_files import RoundFileError, read_round_file, write_round_file
+from pbrl_lightning.utils.errors import ConfigurationError
 from training_runs import make_data, make_module, make_team, make_trainer, round_files, weights_of
 
 
@@ -196,8 +197,9 @@ def test_hostile_1_2_a_checkpoint_with_a_pickle_runs_nothing(finished, tmp_path,
     else:
         checkpoint = torch.load(path, weights_only=True)
         torch.save({**checkpoint, "extra": bomb}, path)
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(ConfigurationError, match=r"holds objects besides tensors .* is not loaded") as refused:
         resume(finished, path, tmp_path / "resumed")
+    assert isinstance(refused.value.__cause__, pickle.UnpicklingError)
     assert not (tmp_path / "exploded").exists()
 
 

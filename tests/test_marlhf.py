@@ -383,7 +383,7 @@ WITH_TASK = {"pairs": None, "reward_func": text_reward}
     [
         (make_marlhf, {"items": None}, "a MARLHFModule needs `items` for its policy stage besides `pairs`"),
         (make_marlhf, {"pairs": None}, "`reward_func` must be given with `items`"),
-        (make_marlhf, {"val_fraction": 0.1}, "`val_fraction` is for a MADPOModule or JointRewardModule; a MARLHFModule"),
+        (make_marlhf, {"val_fraction": 0.1}, r"`val_fraction` is for a MADPOModule or Joint.* a MARLHFModule"),
         (make_marlhf, {**WITH_TASK, "preference_scoring_reward": "reward_model"}, "and a `comparator`"),
         (MADPOModule, {**WITH_TASK, "preference_scoring_reward": "reward_model"}, "needs a MARLHFModule"),
         (make_marlhf, {"preference_scoring_reward": "x"}, "must be 'task' or 'reward_model', got 'x'"),

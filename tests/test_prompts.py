@@ -96,7 +96,7 @@ def test_formatters_one_for_all_or_one_each(formatters, expected):
     [
         (["{prompt}"], r"one per agent \(2 agents\), got 1"),
         (["{prompt}"] * 3, r"one per agent \(2 agents\), got 3"),
-        (["{prompt}", 5], r"`formatters\[1\]` must be a template string or a callable, got 5"),
+        (["{prompt}", 5], r"`formatters\[1\]` must be a template string or a callable .*, got 5"),
         (5, r"one per agent \(2 agents\), got 5"),
         ("no_such_module_x:f", "no_such_module_x"),
         ("Summarise", "import path"),

@@ -109,10 +109,10 @@ def test_any_text_gives_as_many_texts_as_roles_or_none():
 
 @pytest.mark.parametrize("start", ["<", "</", "<agent_", "<agent_0", "<agent_0>"])
 def test_a_degenerate_text_is_read_in_linear_time(start):
-    started = time.perf_counter()
+    started = time.process_time()  # not the clock: other processes may be at work
     for filler in (" ", "<", "_", "0", "</agent_1>"):
         TagAdapter().parse(start + filler * 24_000, 2)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("num_roles", [1, 2, 5])

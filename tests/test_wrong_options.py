@@ -38,7 +38,7 @@ MORE_MISTAKES = [
     (["--data.sampling.temperature=hot"], "`--data.sampling.temperature` must be a number, got 'hot'"),
     (["--model.init_args.learning_rate=high"], "`--model.init_args.learning_rate` must be a number or null, got"),
     (["--learning_rate=1"], "`--learning_rate` is not an option; did you mean `--model.init_args.learning_rate`?"),
-    (["--model", "MADPOModul"], "(JointRewardModule, MADPOModule, MARLHFModule, MARLModule), got 'MADPOModul'"),
+    (["--model", "MADPOModul"], "got 'MADPOModul'; did you mean `MADPOModule`?"),
     (["--data.comparator=HistoryComparator", "--data.comparator.kk=1"], "not an option of HistoryComparator, which"),
     (["--data.replay.decay=1"], "must name a class before `decay` can be set: AllHistoryReplay, CurrentReplay"),
     (["--trainer.max_epoch", "4"], "did you mean `--trainer.max_epochs`?"),

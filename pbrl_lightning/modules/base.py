@@ -366,7 +366,7 @@ class LearnerModule(RunDtype):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         # `ddp_fork` and `ddp_spawn` bring trained weights back to a process that never loaded its models.
-        if not strict and self._trainer is not None:
+        if not strict:
             self.settle_dtype()
             self.load()
         return super().load_state_dict(state_dict, strict, assign)

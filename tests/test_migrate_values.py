@@ -1,5 +1,6 @@
 """`pbrl migrate`: spellings, units, types, defaults and sections that mean something else here than in CoMLRL."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -214,7 +215,12 @@ def test_weights_and_biases_is_a_logger(section, logger):
 def test_the_logger_is_one_that_the_command_line_builds(monkeypatch, tmp_path):
     """W&B itself is not installed here: what reaches it is what the section said."""
     reached = {}
-    monkeypatch.setattr(WandbLogger, "__init__", lambda self, **options: reached.update(options))
+
+    @functools.wraps(WandbLogger.__init__)
+    def reach(self, **options):
+        reached.update(options)
+
+    monkeypatch.setattr(WandbLogger, "__init__", reach)
     section = {"project": "p", "entity": "e", "name": "n", "tags": ["a"], "resume": "allow"}
     done = migrate(theirs("madpo") | {"wandb": section}, **IN_CODE)
     monkeypatch.chdir(tmp_path)

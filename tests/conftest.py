@@ -46,8 +46,20 @@ def seeded_and_restored() -> Iterator[None]:
     torch.set_default_dtype(dtype)
 
 
+@pytest.fixture(autouse=True)
+def without_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports and cards have no figures, two seconds a run, but for tests marked `figures`, which look at them."""
+    if request.node.get_closest_marker("figures") is None:
+        monkeypatch.setattr("pbrl_lightning.report.svg", lambda figure, salt: "<svg></svg>")
+        monkeypatch.setattr("pbrl_lightning.report.curve_figure", lambda *args: None)
+        monkeypatch.setattr("pbrl_lightning.report.reward_figure", lambda *args: None)
+        monkeypatch.setattr("pbrl_lightning.cards.writing.curves_figure", lambda *args: None)
+        monkeypatch.setattr("pbrl_lightning.cards.writing.png", lambda figure: b"")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long; left out by `make test-fast`")
+    config.addinivalue_line("markers", "figures: draws what stands in reports and model cards")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -83,6 +83,7 @@ def run_code(directory, monkeypatch, placeholder="a"):
 # -- what a card says ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.figures
 def test_a_card_of_an_iterative_run(tmp_path):
     data = make_data(
         comparator=HistoryComparator(k=2), replay=LambdaDecayReplay(decay=0.5), reward_processor=ScaleAndShift(2.0)

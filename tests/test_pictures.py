@@ -42,6 +42,8 @@ from training_runs import (
     weights_of,
 )
 
+pytestmark = pytest.mark.figures
+
 
 class FakeWandb(Logger):
     """What WandbLogger has, and remembers."""

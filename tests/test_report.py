@@ -21,6 +21,8 @@ from pbrl_lightning.report import RunSummary, render
 from pbrl_lightning.samples import JointSample, markdown_table, pair_samples
 from training_runs import text_reward
 
+pytestmark = pytest.mark.figures
+
 HOSTILE = "</pre><script>alert('x')</script><img src=\"http://evil/\" onerror=a()> & $\\frac$ \x00\x1b \ud800 | \n_"
 
 

@@ -37,6 +37,8 @@ from pbrl_lightning.samples import (
 from pbrl_lightning.timing import duration, pending_seconds, spending, take_seconds
 from training_runs import make_data, make_module, make_team, make_trainer
 
+pytestmark = pytest.mark.figures
+
 
 def sections(text):
     """Heading of each section to the texts in it, and those above the first."""

@@ -101,7 +101,8 @@ def test_of_tokens_tied_at_the_edge_of_top_p_the_larger_ids_stay(size, dtype):
         assert found == tied[-len(found) :]
         assert 3 in kept[mass > 0]
     theirs = transformers_distribution(logits.float() if dtype == torch.bfloat16 else logits, 1.0, None, 0.5)
-    assert (((probs > 0).sum(1) - (theirs > 0).sum(1)).abs() <= 1).all()  # their sum is of the logits' precision
+    rounding = 1 + size // 10_000  # their sum is of the logits' precision, and added up in an order of the CPU's
+    assert (((probs > 0).sum(1) - (theirs > 0).sum(1)).abs() <= rounding).all()
 
 
 @pytest.mark.parametrize("size", [640, 700, 1024, 50_000])

@@ -326,7 +326,10 @@ def journalled(directory):
 
 @pytest.mark.parametrize(
     ("api_format", "rounds", "kills"),
-    [("anthropic", 1, 1), *(pytest.param(name, 2, 6, marks=pytest.mark.slow) for name in ("anthropic", "openai"))],
+    [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("anthropic", 1, 1), ("anthropic", 2, 6), ("openai", 2, 6))
+    ],
 )
 def test_a_killed_run_pays_for_nothing_twice(tmp_path, nursery, api_format, rounds, kills):
     (start, wait), draw, moments = nursery, random.Random(3), []

@@ -316,7 +316,7 @@ def both_lower(*completions):
     return [float(all(text.islower() for text in texts)) for texts in zip(*completions, strict=True)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("kind", ["madpo_iter", "marl"])
 def test_a_centralised_team_learns(kind, seed, tmp_path):
     team = perturb(make_team(**CENTRAL, joint_adapter=Letters()).load(), seed, 0.02)
@@ -347,7 +347,16 @@ def test_the_same_seed_gives_the_same_run(kind, run, tmp_path):
 RESUMED = [("madpo", "3"), ("madpo_iter", "4"), ("madpo_iter", "round_0002"), ("marlhf_iter", "round_0002")]
 
 
-@pytest.mark.parametrize(("kind", "checkpoint"), [*RESUMED, ("marlhf", "28"), ("marlhf_iter", "5"), ("marl", "1")])
+@pytest.mark.parametrize(
+    ("kind", "checkpoint"),
+    [
+        *RESUMED,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("marlhf", "28"), ("marlhf_iter", "5"), ("marl", "1"))
+        ),
+    ],
+)
 def test_a_resumed_run_ends_as_one_that_never_stopped(kind, checkpoint, run, tmp_path):
     whole = run(kind)
     options = {"every_n_train_steps": 1, "save_top_k": -1, "auto_insert_metric_name": False}

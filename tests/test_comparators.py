@@ -266,7 +266,7 @@ class Spied(HistoryComparator):
 
 
 @LORA
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", [2, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 3))])
 def test_history_in_a_run(k, lora, tmp_path):
     comparator, recorder, team = Spied(k), Recorder(), make_team(lora)
     trainer = make_trainer(tmp_path, [recorder])

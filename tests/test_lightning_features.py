@@ -372,6 +372,7 @@ def test_the_tuner_and_the_same_trainer_afterwards(tmp_path):
     assert trainer.global_step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_callback", [False, True])
 def test_the_learning_rate_finder_on_given_pairs(tmp_path, as_callback):
     options = {"early_stop_threshold": None, "min_lr": 1e-6}
@@ -558,6 +559,7 @@ def test_early_stopping_and_min_epochs(tmp_path):
         assert trainer.current_epoch == epochs
 
 
+@pytest.mark.slow
 def test_callback_hooks_and_lambdas(tmp_path):
     starts, recorder = [], Recorder()
     fit(tmp_path, [recorder, LambdaCallback(on_train_epoch_start=lambda t, m: starts.append(t.global_step))])
@@ -565,6 +567,7 @@ def test_callback_hooks_and_lambdas(tmp_path):
     assert recorder.events.count("batch") == 11
 
 
+@pytest.mark.slow
 def test_a_checkpoint_callback_of_the_users_own_takes_the_place_of_lightnings(tmp_path):
     class Own(Checkpoint):
         def on_train_epoch_end(self, trainer, pl_module):
@@ -602,6 +605,7 @@ def test_the_accumulation_scheduler_weighs_every_pair_of_an_update_alike(tmp_pat
     assert trainer.global_step == {1: 5 + 3, 2: 3 + 5}[schedule[0]]
 
 
+@pytest.mark.slow
 def test_an_exception_checkpoint_repeats_the_batch_that_was_interrupted(tmp_path):
     class Broken(Callback):
         def on_before_backward(self, trainer, pl_module, loss):
@@ -712,6 +716,7 @@ def test_averaged_weights_are_what_is_evaluated_last_exported_and_saved(tmp_path
     assert [step for step, _ in evaluation.results] == [0, 11, 11]  # the last update's weights, and their average
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.5)])
 def test_averages_are_resumed_and_their_checkpoints_hold_nothing_frozen(tmp_path, make):
     whole = iterative()
@@ -730,6 +735,7 @@ def test_averages_are_resumed_and_their_checkpoints_hold_nothing_frozen(tmp_path
 # -- Trainer options -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_limits_of_training(tmp_path):
     for options, steps in (
         ({"limit_train_batches": 2}, 4),
@@ -810,6 +816,7 @@ class Switches(Callback):
         self.inference = torch.is_inference_mode_enabled()
 
 
+@pytest.mark.slow
 def test_switches_of_torch_change_no_result(tmp_path):
     plain = iterative()
     fit(tmp_path, (), plain, max_steps=2)
@@ -877,6 +884,7 @@ def test_plugins_and_precision(tmp_path):
         assert fit(tmp_path, plugins=[plugin], max_steps=1).global_step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-true", "16-mixed"])
 def test_precisions(tmp_path, precision):
     trainer = fit(tmp_path, precision=precision, max_steps=1)
@@ -884,7 +892,7 @@ def test_precisions(tmp_path, precision):
     assert trainer.precision == ("bf16-mixed" if precision == "16-mixed" else precision)  # on a CPU
 
 
-@pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
+@pytest.mark.parametrize("name", ["simple", "advanced", pytest.param("pytorch", marks=pytest.mark.slow)])
 def test_profilers(tmp_path, name):
     made = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}[name]
     profiler = getattr(profilers, made)(dirpath=tmp_path, filename="times")
@@ -920,6 +928,7 @@ def test_init_module_and_print(tmp_path, capsys):
     assert "a line" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_hpc_checkpoints(tmp_path):
     whole, module = iterative(), iterative()
     fit(tmp_path / "whole", (), whole)

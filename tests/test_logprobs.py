@@ -399,6 +399,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_in_a_vocabulary_of_150_000():
     vocabulary = 151_936
     config = LlamaConfig(

@@ -24,7 +24,7 @@ collect_ignore_glob = ["comlrl/*", "data/*"]  # scripts that run in the environm
 def no_leaked_environment() -> Iterator[None]:
     """Fails a test that leaves environment variables behind, or changes them."""
     # Set by pytest itself, and by Lightning and torch once per process.
-    own = ("PYTEST_", "PL_", "LIGHTNING_", "KMP_", "TORCH", "CUBLAS_", "TF_", "TQDM_", "MPL")
+    own = ("PYTEST_", "PL_", "LIGHTNING_", "KMP_", "TORCH", "PYTORCH_", "CUBLAS_", "TF_", "TQDM_", "MPL")
     before = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     yield
     after = {key: value for key, value in os.environ.items() if not key.startswith(own)}

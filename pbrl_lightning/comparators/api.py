@@ -25,9 +25,10 @@ from pbrl_lightning.utils.errors import ConfigurationError
 class ApiComparator(Comparator):
     """A remote model: one request per role and item, or one for all roles with ``centralized``.
 
-    Candidates that do not come (a refusal, a null content, a request without a usable answer) are left out and counted;
-    a round without any is an error. Every answer is kept in the round's journal as it arrives, so that a run that is
-    started again asks only for what is missing. How the sampling options reach the endpoint depends on its format.
+    Candidates that do not come (refused, filtered, unfinished or blank answers, a request without a usable one) are
+    left out and counted; a round without any is an error. Every answer is kept in the round's journal as it arrives, so
+    that a run that is started again asks only for what is missing. How the sampling options reach the endpoint depends
+    on its format.
 
     Args:
         endpoint: Where the model is and how it is spoken to.
@@ -106,6 +107,7 @@ class ApiSpeaker:
         self._phase = phase
         self._counts = counts
         self._failures_in_a_row = 0
+        self._left_out: Counter[str] = Counter()
 
     def sample(
         self,
@@ -159,6 +161,8 @@ class ApiSpeaker:
             async with ApiClient(self.endpoint) as client:
                 await each(partial(one, client=client), questions, self.endpoint.max_concurrency)
 
+                self._left_out += client.left_out
+
         run_to_end(every)
         return [self._found(question, indices) for question in questions]
 
@@ -174,6 +178,7 @@ class ApiSpeaker:
             sampling.top_k,
             question.agent,
             question.item,
+            (self._phase.round_number, question.item_index, question.agent),
         )
         if request.is_empty:
             warn_once(
@@ -205,12 +210,13 @@ class ApiSpeaker:
         keys = {index: _key(question, index) for index in indices}
         texts = {index: journal[key] for index, key in keys.items() if key in journal}
         responses = {index: Response(text, [], True) for index, text in texts.items() if text is not None}
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self._left_out.most_common())
         for _ in range(len(indices) - len(responses)):
             warn_once(
                 self._counts,
                 "missing_comparator_responses",
                 f"{self.endpoint.address} gave no response for agent {question.agent} and task item "
-                f"{question.item_index} where one was asked for (a refusal, or no usable answer): it is left out; "
+                f"{question.item_index} where one was asked for ({reasons or 'no usable answer'}): it is left out; "
                 "further ones are counted as `missing_comparator_responses`",
             )
         return AgentAnswer(plain_text(question.prompt), responses)

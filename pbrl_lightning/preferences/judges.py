@@ -8,6 +8,7 @@ import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -99,8 +100,8 @@ class RemoteJudge(ABC):
 
     async def _ask_with(self, client: ApiClient, question: str) -> float | None:
         request = ApiRequest(question, 1, self.max_new_tokens, self.temperature, 1.0, None)
-        for _ in range(self.attempts):
-            answers = await client.answer(request, [0])
+        for attempt in range(self.attempts):  # with a seed, each needs another one
+            answers = await client.answer(replace(request, stream=(text_digest([question]), attempt)), [0])
             value = self.parse(answers[0]) if answers else None
             if value is not None:
                 return value

@@ -8,7 +8,9 @@ import json
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +18,7 @@ import httpx2
 import tenacity
 
 from pbrl_lightning.concurrency import all_of
+from pbrl_lightning.remote.answers import Answer
 from pbrl_lightning.remote.endpoint import ApiEndpoint
 from pbrl_lightning.remote.errors import ApiRejectedError, ApiUnavailableError
 from pbrl_lightning.remote.formats import (
@@ -58,10 +61,14 @@ class ApiClient:
 
     Args:
         endpoint: Where and how.
+
+    Attributes:
+        left_out: How many candidates have no text, by the reason that their answer gave.
     """
 
     def __init__(self, endpoint: ApiEndpoint) -> None:
         self.endpoint = endpoint
+        self.left_out: Counter[str] = Counter()
         self._limit = asyncio.Semaphore(endpoint.max_concurrency)
         # Redirects would carry the key to another host; time is limited as a whole, per attempt.
         self._http = httpx2.AsyncClient(
@@ -89,16 +96,16 @@ class ApiClient:
     ) -> dict[int, str]:
         """Answers for these candidate indices, in as few requests as the endpoint allows.
 
-        Where fewer come than asked for, the rest is asked for again; null contents and refusals are answers too.
+        Where fewer come than asked for, the rest is asked for again; refused, unfinished and blank ones came too.
 
         Args:
             request: What is asked; its ``num_candidates`` is not read.
             indices: Candidate indices.
-            arrived: Called with each answer's texts by index, None where there is no content, as it arrives.
+            arrived: Called with each answer's texts by index, None where there is no text, as it arrives.
             failed: Called with each request's failure; without it the first is raised when the others have ended.
 
         Returns:
-            Text by candidate index; an index without content is left out.
+            Text by candidate index; an index without one is left out.
 
         Raises:
             ApiRejectedError: If the endpoint refuses such requests.
@@ -118,7 +125,8 @@ class ApiClient:
         async def fill(missing: list[int]) -> None:
             empty = 0
             while missing and empty < _EMPTY_ANSWERS:
-                texts = await self.ask(request, len(missing))
+                stream = (*request.stream, missing[0]) if request.stream else ()
+                texts = await self.ask(replace(request, stream=stream), len(missing))
                 empty += not texts
                 answers = dict(zip(missing, texts, strict=False))
                 missing = missing[len(texts) :]
@@ -139,7 +147,8 @@ class ApiClient:
             num_candidates: Answers wanted; None takes the request's.
 
         Returns:
-            The answers that came, at most as many as wanted; None for a null content or a refusal.
+            The answers that came, at most as many as wanted; None for one whose state does not say that it is one, or
+            that is blank (:class:`pbrl_lightning.remote.answers.Answer`).
 
         Raises:
             ConfigurationError: If the prompt is empty, which several providers refuse.
@@ -152,9 +161,11 @@ class ApiClient:
         body = request_body(self.endpoint, request, wanted)
         # Held through the waits: while an endpoint is overloaded, others do not use up their attempts.
         async with self._limit:
-            return (await self._repeat(body))[:wanted]
+            answers = (await self._repeat(body))[:wanted]
+        self.left_out.update(answer.reason for answer in answers if answer.text is None)
+        return [answer.text for answer in answers]
 
-    async def _repeat(self, body: dict[str, Any]) -> list[str | None]:
+    async def _repeat(self, body: dict[str, Any]) -> list[Answer]:
         endpoint, started = self.endpoint, time.monotonic()
         last: _FailedAttemptError | None = None
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pbrl_lightning.agents.prompts import plain_text
 from pbrl_lightning.batches import TaskItem
+from pbrl_lightning.remote.answers import WHOLE, Answer, state_of
 from pbrl_lightning.remote.endpoint import ApiEndpoint, ApiKind
+
+_SEEDS: Final = ("seed", "random_seed")
 
 
 class UnreadableAnswerError(ValueError):
@@ -41,6 +45,8 @@ class ApiRequest:
         top_k: Most probable tokens kept, or None.
         agent_index: Which agent's prompt it is.
         item: The task item.
+        stream: Numbers and words that tell this request from all others of a run; a seed in ``extra_body`` becomes
+            another one for each.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -51,6 +57,7 @@ class ApiRequest:
     top_k: int | None = 50
     agent_index: int = 0
     item: TaskItem | None = None
+    stream: tuple[str | int, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -71,7 +78,8 @@ def request_body(endpoint: ApiEndpoint, request: ApiRequest, num_candidates: int
     if endpoint.model is not None:
         usual = {"model": endpoint.model, **usual}
     renamed = {endpoint.parameter_names.get(name, name): value for name, value in usual.items()}
-    body = {name: value for name, value in renamed.items() if name is not None} | endpoint.extra_body
+    further = seeded(endpoint.extra_body, request.stream)
+    body = {name: value for name, value in renamed.items() if name is not None} | further
     try:
         json.dumps(body, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -79,8 +87,37 @@ def request_body(endpoint: ApiEndpoint, request: ApiRequest, num_candidates: int
     return body
 
 
-def read_answer(endpoint: ApiEndpoint, body: Any) -> list[str | None]:
-    """The completions in an answer; None for one without content or refused.
+def seeded(value: Any, stream: tuple[str | int, ...]) -> Any:
+    """``extra_body`` with each seed in it counted on, so that no two requests of a run have the same one.
+
+    Args:
+        value: Any JSON; numbers named ``seed`` or ``random_seed`` in it, at any depth, are seeds.
+        stream: What tells the request from others; empty leaves seeds as they are.
+
+    Returns:
+        The same with seeds in [0, 2^31), the range that all providers take.
+    """
+    if not stream:
+        return value
+    if isinstance(value, list | tuple):
+        return [seeded(entry, stream) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _counted_seed(entry, stream)
+        if name in _SEEDS and isinstance(entry, int) and not isinstance(entry, bool)
+        else seeded(entry, stream)
+        for name, entry in value.items()
+    }
+
+
+def _counted_seed(base: int, stream: tuple[str | int, ...]) -> int:
+    key = json.dumps([base, *stream]).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") >> 1
+
+
+def read_answer(endpoint: ApiEndpoint, body: Any) -> list[Answer]:
+    """The candidates in an answer, each with what became of it.
 
     Raises:
         ErrorAnswerError: If the answer says it is an error.
@@ -144,11 +181,14 @@ def _openai_body(request: ApiRequest, num_candidates: int) -> dict[str, Any]:
 
 
 def _anthropic_body(request: ApiRequest, _: int) -> dict[str, Any]:
-    messages = _messages(request)
-    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+    said = _messages(request)
+    messages = [message for message in said if message["role"] != "system"]
+    system = "\n\n".join(message["content"] for message in said if message["role"] == "system")
+    if not messages:  # a request needs one
+        messages, system = [{"role": "user", "content": system}], ""
     return {
         **({"system": system} if system else {}),
-        "messages": [message for message in messages if message["role"] != "system"],
+        "messages": messages,
         "max_tokens": request.max_new_tokens,
         "temperature": request.temperature,
         "stream": False,
@@ -171,7 +211,7 @@ def _messages(request: ApiRequest) -> list[dict[str, Any]]:
     return [{"role": "user", "content": request.prompt}] if isinstance(request.prompt, str) else request.prompt
 
 
-def _read_generic(body: Any, response_field: str) -> list[str | None]:
+def _read_generic(body: Any, response_field: str) -> list[Answer]:
     found = body
     for name in response_field.split("."):
         if not isinstance(found, dict) or name not in found:
@@ -188,16 +228,28 @@ def _read_generic(body: Any, response_field: str) -> list[str | None]:
         )
     if not found and isinstance(body, dict):
         raise_error_in(body)
-    texts, odd = [], []
+    answers, odd = [], []
     for entry in found:
         try:
-            texts.append(_generic_text(entry))
+            answers.append(Answer(_generic_text(entry), _generic_state(entry)))
         except UnreadableAnswerError as error:  # the others are paid for, and good
-            texts.append(None)
+            answers.append(Answer(None, "unreadable"))
             odd.append(error)
     if odd and len(odd) == len(found):
         raise odd[0]
-    return texts
+    return answers
+
+
+def _generic_state(entry: Any) -> str:
+    """By the words that servers of the other formats use, where an entry has one."""
+    if not isinstance(entry, dict):
+        return WHOLE
+    message = entry.get("message")
+    holders = (entry, message if isinstance(message, dict) else {})
+    if any(holder.get("refusal") for holder in holders):
+        return "refused"
+    words = (holder.get(name) for name in ("finish_reason", "stop_reason", "status") for holder in holders)
+    return state_of("generic", next((word for word in words if isinstance(word, str) and word), None))
 
 
 def _generic_text(entry: Any) -> str | None:
@@ -217,40 +269,39 @@ def _generic_text(entry: Any) -> str | None:
     )
 
 
-def _read_openai(body: dict[str, Any]) -> list[str | None]:
+def _read_openai(body: dict[str, Any]) -> list[Answer]:
     if "choices" not in body:
         raise UnreadableAnswerError(f"the answer has no `choices`, but: {', '.join(map(repr, body)) or 'nothing'}")
-    texts: list[str | None] = []
+    answers = []
     for choice in _objects(body["choices"], "choices"):
         (message,) = _objects([choice.get("message")], "message")
-        if message.get("refusal") or choice.get("finish_reason") == "content_filter":
-            texts.append(None)
-        else:
-            texts.append(_block_text(message.get("content"), "text"))
-    return texts
+        state = "refused" if message.get("refusal") else state_of("openai", choice.get("finish_reason"))
+        answers.append(Answer(_block_text(message.get("content"), "text"), state))
+    return answers
 
 
-def _read_anthropic(body: dict[str, Any]) -> list[str | None]:
+def _read_anthropic(body: dict[str, Any]) -> list[Answer]:
     if "content" not in body:
         raise UnreadableAnswerError(f"the answer has no `content`, but: {', '.join(map(repr, body)) or 'nothing'}")
-    return [None if body.get("stop_reason") == "refusal" else _block_text(body["content"], "text")]
+    return [Answer(_block_text(body["content"], "text"), state_of("anthropic", body.get("stop_reason")))]
 
 
-def _read_responses(body: dict[str, Any]) -> list[str | None]:
+def _read_responses(body: dict[str, Any]) -> list[Answer]:
     if "output" not in body:
         raise UnreadableAnswerError(f"the answer has no `output`, but: {', '.join(map(repr, body)) or 'nothing'}")
-    blocks = [
-        block
-        for entry in _objects(body["output"], "output")
-        if entry.get("type", "message") == "message"  # others are reasoning and tool calls
-        for block in _objects(entry.get("content"), "content")
-    ]
-    if any(block.get("type") == "refusal" for block in blocks):
-        return [None]
-    return [_block_text(blocks, "output_text")]
+    entries = _objects(body["output"], "output")
+    messages = [entry for entry in entries if entry.get("type", "message") == "message"]  # others: reasoning, tools
+    blocks = [block for entry in messages for block in _objects(entry.get("content"), "content")]
+    word, details = body.get("status"), body.get("incomplete_details")
+    if word == "incomplete" and isinstance(details, dict):
+        word = details.get("reason") or word
+    state = "refused" if any(block.get("type") == "refusal" for block in blocks) else state_of("openai_responses", word)
+    if state == WHOLE and not messages and any(str(entry.get("type")).endswith("_call") for entry in entries):
+        state = "a tool is called"
+    return [Answer(_block_text(blocks, "output_text"), state)]
 
 
-_READERS: dict[ApiKind, Callable[[dict[str, Any]], list[str | None]]] = {
+_READERS: dict[ApiKind, Callable[[dict[str, Any]], list[Answer]]] = {
     "openai": _read_openai,
     "anthropic": _read_anthropic,
     "openai_responses": _read_responses,

@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
@@ -34,6 +35,7 @@ from pbrl_lightning.preferences.replay import ReplayBuffer
 from pbrl_lightning.run_directory import continue_from, run_directory
 from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
 from pbrl_lightning.utils.nearest import hint
+from pbrl_lightning.utils.secrets import masked
 
 EPILOG = """\
 Start with:                 pbrl fit --config configs/quickstart.yaml
@@ -70,6 +72,7 @@ class ConfigSaver(SaveConfigCallback):
         if isinstance(pl_module, RunDtype):
             pl_module.settle_dtype()
             self.config = _with_dtype(self.config, pl_module.auto_dtype)
+        self.config = _without_keys(self.config)
         path = run_directory(trainer) / self.config_filename
         if trainer.is_global_zero and not self.already_saved:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,6 +81,22 @@ class ConfigSaver(SaveConfigCallback):
                 path.rename(next(name for name in names if not name.exists()))
             self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=self.multifile)
         self.already_saved = True
+
+
+def _without_keys(config: Namespace) -> Namespace:
+    """The options that may be saved: keys in options of the user's own classes are left out, and named."""
+    kept, hidden = config.clone(), []
+    for name, value in config.items():
+        plain = masked(value, name.rpartition(".")[2])
+        if plain != value:
+            kept[name] = plain
+            hidden.append(f"`{name}`")
+    if hidden:
+        rank_zero_warn(
+            f"{', '.join(hidden)} may hold a key, and is left out of the saved configuration: read it from an "
+            "environment variable instead"
+        )
+    return kept
 
 
 def _with_dtype(config: Namespace, dtype: str | None) -> Namespace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from pbrl_lightning.migration.convert import REQUIRED, Migration, MigrationError
 from pbrl_lightning.migration.names import names_table
 from pbrl_lightning.migration.reading import Left
 from pbrl_lightning.utils.errors import ConfigurationError, ExistingFileError, MissingFileError
+from pbrl_lightning.utils.secrets import may_be_secret
 
 HELP = "Convert a CoMLRL configuration."
-_SECRET = re.compile(r"(key|token|secret|password|auth|authorization|credentials?)$", re.IGNORECASE)
 
 
 def parser() -> ArgumentParser:
@@ -126,7 +125,7 @@ def _report(done: Migration) -> list[str]:
 
 def _shown(left: Left) -> str:
     """A value for a comment: never a key, and only the option names of a section."""
-    if _SECRET.search(left.name):
+    if may_be_secret(left.name.rpartition(".")[2], str(left.value)):
         return "…"
     if isinstance(left.value, dict):
         return "{" + ", ".join(map(str, left.value)) + "}"

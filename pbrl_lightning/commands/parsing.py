@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import re
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
@@ -27,8 +26,9 @@ from pbrl_lightning.commands.formatting import HelpFormatter
 from pbrl_lightning.commands.option_types import OURS, classes_in, in_words, subclasses_of
 from pbrl_lightning.utils.errors import ConfigurationError, UserError
 from pbrl_lightning.utils.nearest import hint, nearest
+from pbrl_lightning.utils.secrets import looks_secret, names_secret
 
-_SECRET = re.compile(r"key|token$|secret|password|auth|credential|headers|url|body", re.IGNORECASE)
+_MAY_HOLD_KEYS = ("url", "headers", "extra_body", "key_env", "endpoint")
 """Options whose value is never shown."""
 _NO_PATH = "Expected a dot import path string: "
 """How jsonargparse says that it found no class of a name."""
@@ -157,7 +157,9 @@ class ClearErrors(ArgumentParser):
             option = _quoted(value, "'")
             return f"must name a class before `{option}` can be set: {_some(known)}"
         value = name or value
-        got = "" if _SECRET.search(key.rpartition(".")[2]) else f", got {_shown(value)}"
+        last = key.rpartition(".")[2]
+        hidden = last in _MAY_HOLD_KEYS or names_secret(last) or looks_secret(str(value))
+        got = "" if hidden else f", got {_shown(value)}"
         listed = f" ({_some(known)})" if known else ""
         near = nearest(value.rpartition(".")[2], known) if known and value.isprintable() else []
         return f"must be {in_words(allowed)}{listed}{got}{hint(near)}"

@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
+from pbrl_lightning.utils.secrets import looks_secret, may_be_secret, names_secret, secret_places, without_secret
 
 ApiFormat = Literal["generic", "openai", "anthropic", "openai_responses", "responses", "codex"]
 ApiKind = Literal["generic", "openai", "anthropic", "openai_responses"]
@@ -42,12 +43,8 @@ _KEY_ENV: Final[dict[ApiKind, str | None]] = {
 }
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ENV = re.compile(rf"\$\{{({_ENV_NAME.pattern})\}}")
-_SECRET_WORDS = frozenset(
-    "apikey auth authorization code cookie credential key password secret sig signature token".split()  # noqa: SIM905
-)
-_KEY_FROM_ENV = re.compile(rf"(\w+ +)?{_ENV.pattern}")
+_PLAIN_NAME = re.compile(r"(?=(?:\D*\d){0,3}\D*$)[A-Za-z0-9_]{1,40}")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-_SECRET_NAME = re.compile(r"(proxy-)?authorization|cookie|(x-)?(goog-)?(api[-_]?)?(key|token)|access[-_]token", re.I)
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,7 @@ class ApiEndpoint:
         return headers
 
     def redact(self, text: str, shortest: int = 4) -> str:
-        """The text without the values of the environment variables that requests are sent with.
+        """The text without the values of the environment variables that requests are sent with, however written.
 
         Args:
             text: Any text.
@@ -191,7 +188,7 @@ class ApiEndpoint:
         secrets = {os.environ.get(name or "", "").strip() for name in (*names, self.key_env or _KEY_ENV[self.kind])}
         for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
             if len(secret) >= shortest:
-                text = text.replace(secret, "***")
+                text = without_secret(text, secret)
         return text
 
     def _format_problems(self) -> list[str]:
@@ -209,28 +206,23 @@ class ApiEndpoint:
         return problems
 
     def _literal_keys(self) -> list[str]:
-        query = parse_qsl(urlsplit(self.url).query)
-        literal = [f"`headers[{name!r}]`" for name, value in self.headers.items() if _is_literal_key(name, value)]
-        literal += [f"`extra_body[{name!r}]`" for name in _names(self.extra_body) if _SECRET_NAME.fullmatch(name)]
-        literal += [f"the parameter {name!r} of `url`" for name, _ in query if _is_literal_key(name, "")]
+        parts = urlsplit(self.url)
+        query = parse_qsl(parts.query) + parse_qsl(parts.fragment)
+        literal = [f"`headers[{name!r}]`" for name, value in self.headers.items() if may_be_secret(name, str(value))]
+        literal += [f"`{place}`" for place in secret_places(self.extra_body, "extra_body")]
+        literal += [f"`{place}`" for place in secret_places(self.parameter_names, "parameter_names")]
+        # `code` is the key of some clouds' functions
+        named = [name for name, value in query if name == "code" or names_secret(name) or looks_secret(value)]
+        literal += [f"the parameter {name!r} of `url`" for name in named]
+        literal += ["the path of `url`"] if any(map(looks_secret, unquote(parts.path).split("/"))) else []
+        literal += [f"`{name}`" for name in ("model", "response_field") if looks_secret(getattr(self, name) or "")]
         bad = [name for name, value in self.headers.items() if not _is_header(name, value)]
-        named = not self.key_env or _ENV_NAME.fullmatch(self.key_env)
-        pasted = [] if named else ["`key_env` must be the name of an environment variable, not a key"]
+        named_well = not self.key_env or (_ENV_NAME.fullmatch(self.key_env) and not looks_secret(self.key_env))
+        pasted = [] if named_well else ["`key_env` must be the name of an environment variable, not a key"]
         where = "set `key_env` to the name of an environment variable, or write ${NAME} into a header"
         return [*pasted, *(f"{name} must not hold a key: {where}" for name in literal)] + [
             f"`headers[{name!r}]` must be a header's name and a text of printable ASCII" for name in bad
         ]
-
-
-def _names(value: Any) -> list[str]:
-    """The names in nested objects."""
-    if isinstance(value, dict):
-        return [str(name) for name in value] + [name for entry in value.values() for name in _names(entry)]
-    return [name for entry in value for name in _names(entry)] if isinstance(value, list | tuple) else []
-
-
-def _is_literal_key(name: str, value: str) -> bool:
-    return not _SECRET_WORDS.isdisjoint(re.split(r"[-_.]", name.lower())) and not _KEY_FROM_ENV.fullmatch(str(value))
 
 
 def _is_header(name: str, value: object) -> bool:
@@ -239,13 +231,14 @@ def _is_header(name: str, value: object) -> bool:
 
 def _environment(name: str) -> str:
     value = os.environ.get(name, "").strip()  # a key read from a file often ends in a newline
+    shown = name if _PLAIN_NAME.fullmatch(name) else "that the endpoint names (not shown: it may be a key)"
     if not value:
         raise ConfigurationError(
-            f"the environment variable {name} must hold what requests to the remote model are sent with; an endpoint "
+            f"the environment variable {shown} must hold what requests to the remote model are sent with; an endpoint "
             "that takes no key needs no `key_env`"
         )
     if not _printable(value):
-        raise ConfigurationError(f"the environment variable {name} holds characters that a header cannot have")
+        raise ConfigurationError(f"the environment variable {shown} holds characters that a header cannot have")
     return value
 
 

@@ -18,23 +18,13 @@ import torch
 from torch import nn
 
 from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.secrets import MASKED, may_be_secret
 
 LEFT_OUT: Final = "left_out"
 """Key of a value that cannot be plain data; it says what it was."""
 
-MASKED: Final = "(not shown)"
-"""Stands for a value that may be a key."""
-
 _LONGEST: Final = 64
 """Entries of a list or mapping that is kept; task items are none of a run's options."""
-
-_SECRET_NAME = re.compile(
-    r"(.*[_-])?(api_?key|key|token|access_token|secret|password|passwd|auth|authorization|credentials?)s?", re.I
-)
-_SECRET_VALUE = re.compile(
-    r"\b(sk-|hf_|ghp_|github_pat_|xox[abp]-|AKIA)[\w-]{8,}|\bBearer\s+\S+|://[^/\s:@]+:[^/\s@]+@"
-)
-_ENVIRONMENT = re.compile(r"\$\{\w+\}")
 
 
 def record_options(owner: object, arguments: Mapping[str, Any]) -> None:
@@ -89,7 +79,7 @@ def encode(value: Any, name: str = "") -> Any:
         return value
     if isinstance(value, str | PathLike):
         text = fspath(value)
-        return _left_out(MASKED) if _may_be_key(name, str(text)) else str(text)
+        return _left_out(MASKED) if may_be_secret(name, str(text)) else str(text)
     if isinstance(value, list | tuple | set | frozenset):
         if len(value) > _LONGEST:
             return _left_out(f"{len(value)} entries")
@@ -99,7 +89,7 @@ def encode(value: Any, name: str = "") -> Any:
             return _left_out(f"{len(value)} entries")
         hidden = re.fullmatch(r"(.*_)?headers", name)
         return {
-            key: _left_out(MASKED) if hidden and not _ENVIRONMENT.search(str(entry)) else encode(entry, key)
+            key: _left_out(MASKED) if hidden and "${" not in str(entry) else encode(entry, key)
             for key, entry in value.items()
         }
     if isinstance(value, torch.dtype | torch.device):
@@ -237,11 +227,6 @@ def _import_path(value: Callable[..., Any] | type) -> str | None:
     for part in name.split("."):
         found = getattr(found, part, None)
     return f"{module}:{name}" if found is value and module != "__main__" else None
-
-
-def _may_be_key(name: str, text: str) -> bool:
-    named = bool(_SECRET_NAME.fullmatch(name)) and not _ENVIRONMENT.fullmatch(text)
-    return bool(text) and (named or bool(_SECRET_VALUE.search(text)))
 
 
 def _shown(spec: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Only answers that say that they are one are used (B97); requests have seeds of their own (B109) and a message (B115)."""
+"""Remote answers: which are used (B97), seeds of their own (B109), and none to an empty request (B115)."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ def endpoint(api_format, **options):
     return ApiEndpoint(URL, format=api_format, model="m", **options)
 
 
-def chat(finish_reason, content="half a te", **message):
+def chat(finish_reason, content="half a sen", **message):
     return {"choices": [{"message": {"content": content, **message}, "finish_reason": finish_reason}]}
 
 
@@ -29,13 +29,13 @@ def messages(stop_reason, *blocks):
     return {"content": texts, "stop_reason": stop_reason}
 
 
-def responses(status, text="half a te", **more):
+def responses(status, text="half a sen", **more):
     output = [] if text is None else [{"type": "message", "content": [{"type": "output_text", "text": text}]}]
     return {"status": status, "output": output, **more}
 
 
 def generic(**entry):
-    return {"completions": [{"text": "half a te", **entry}]}
+    return {"completions": [{"text": "half a sen", **entry}]}
 
 
 THINKING = {"type": "thinking", "thinking": "Let me see …"}
@@ -45,7 +45,7 @@ CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
 STATES = [
     ("openai", chat("stop"), None),
     ("openai", chat(None), None),
-    ("openai", {"choices": [{"message": {"content": "half a te"}}]}, None),
+    ("openai", {"choices": [{"message": {"content": "half a sen"}}]}, None),
     ("openai", chat("eos_token"), None),
     ("openai", chat("STOP"), None),
     ("openai", chat("length"), None),
@@ -61,16 +61,16 @@ STATES = [
     ("openai", chat("stop", refusal="No."), "refused"),
     ("openai", chat("something_new"), "in the unknown state 'something_new'"),
     ("openai", chat({"odd": 1}), "in the unknown state \"{'odd': 1}\""),
-    ("anthropic", messages("end_turn", "half a te"), None),
-    ("anthropic", messages("stop_sequence", THINKING, "half a te"), None),
-    ("anthropic", messages("max_tokens", "half a te"), None),
-    ("anthropic", messages(None, "half a te"), None),
+    ("anthropic", messages("end_turn", "half a sen"), None),
+    ("anthropic", messages("stop_sequence", THINKING, "half a sen"), None),
+    ("anthropic", messages("max_tokens", "half a sen"), None),
+    ("anthropic", messages(None, "half a sen"), None),
     ("anthropic", messages("max_tokens", THINKING, ""), "cut before its first word"),
     ("anthropic", messages("max_tokens", THINKING), "cut before its first word"),
     ("anthropic", messages("end_turn"), "empty"),
-    ("anthropic", messages("refusal", "half a te"), "refused"),
-    ("anthropic", messages("pause_turn", "half a te"), "paused"),
-    ("anthropic", messages("tool_use", "half a te"), "a tool is called"),
+    ("anthropic", messages("refusal", "half a sen"), "refused"),
+    ("anthropic", messages("pause_turn", "half a sen"), "paused"),
+    ("anthropic", messages("tool_use", "half a sen"), "a tool is called"),
     ("openai_responses", responses("completed"), None),
     ("openai_responses", {"output": responses("")["output"]}, None),
     ("openai_responses", responses("incomplete", incomplete_details={"reason": "max_output_tokens"}), None),
@@ -88,7 +88,7 @@ STATES = [
     ("openai_responses", {"status": "completed", "output": [REASONING]}, "empty"),
     ("openai_responses", {"status": "completed", "output": [REASONING, CALL]}, "a tool is called"),
     ("generic", generic(), None),
-    ("generic", {"completions": ["half a te"]}, None),
+    ("generic", {"completions": ["half a sen"]}, None),
     ("generic", generic(finish_reason="stop"), None),
     ("generic", generic(finish_reason="length"), None),
     ("generic", generic(stop_reason="end_turn", finish_reason=None), None),
@@ -99,14 +99,14 @@ STATES = [
     ("generic", generic(text="", finish_reason="length"), "cut before its first word"),
     ("generic", generic(finish_reason="content_filter"), "filtered"),
     ("generic", generic(status="failed"), "failed"),
-    ("generic", {"completions": [{"message": {"content": "half a te", "refusal": "No."}}]}, "refused"),
+    ("generic", {"completions": [{"message": {"content": "half a sen", "refusal": "No."}}]}, "refused"),
 ]
 
 
 @pytest.mark.parametrize(("api_format", "body", "why"), STATES)
 def test_fault_B97_only_what_says_that_it_is_an_answer_is_one(api_format, body, why):
     (answer,) = read_answer(endpoint(api_format), json.loads(json.dumps(body)))
-    assert answer.text == ("half a te" if why is None else None)
+    assert answer.text == ("half a sen" if why is None else None)
     if why is not None:
         assert answer.reason == why
 

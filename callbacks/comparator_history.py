@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from typing_extensions import override
 
+from pbrl_lightning.agents.loading import write_directory
 from pbrl_lightning.comparators.history import history_name
 from pbrl_lightning.distributed import from_rank_zero
 from pbrl_lightning.rounds import RoundCallback
@@ -32,6 +35,7 @@ class ComparatorHistory(RoundCallback):
         self.dirpath = dirpath
         self.keep_all = keep_all
         self._directory: Path | None = None
+        self._earlier: Path | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -45,11 +49,10 @@ class ComparatorHistory(RoundCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # A resumed run may have a new directory; what it compares against lies in the old one.
-        directory = self.dirpath or state_dict["directory"]
-        # A checkpoint may come from elsewhere: what it names is written to only if it is such a directory.
-        if directory is not None and (self.dirpath or (Path(directory) / history_name(0)).is_dir()):
-            self._directory = Path(directory)
+        # A resumed run may have a new directory, and a checkpoint may come from elsewhere: what it names is read only.
+        directory = state_dict["directory"]
+        self._directory = None
+        self._earlier = Path(directory) if isinstance(directory, str) and not self.dirpath else None
 
     @override
     def on_round_start(self, trainer: L.Trainer, pl_module: L.LightningModule, round_number: int) -> None:
@@ -75,6 +78,10 @@ class ComparatorHistory(RoundCallback):
             self._directory = Path(from_rank_zero(self._scratch.name))
         elif self._directory is None:
             self._directory = Path(self.dirpath or run_directory(trainer) / "history")
+            if self._earlier is not None:
+                if trainer.is_global_zero:
+                    adopt(self._earlier, self._directory, trainer.datamodule.current_round)  # type: ignore[attr-defined]
+                trainer.strategy.barrier()
         return self._directory
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule, completed: int) -> None:
@@ -83,3 +90,28 @@ class ComparatorHistory(RoundCallback):
             if trainer.is_global_zero:
                 pl_module.team.save(directory / history_name(completed))  # type: ignore[union-attr,operator]
         trainer.strategy.barrier()
+
+
+def adopt(earlier: Path, directory: Path, rounds: int) -> None:
+    """Takes over the policy checkpoints of the run's earlier directory, as hard links where possible.
+
+    Args:
+        earlier: Where they were; nothing there is changed. Nothing is done if it is the same place, or has none.
+        directory: Where they go; what is there under the same names is replaced.
+        rounds: Those after at most this many rounds are taken over.
+    """
+    if earlier.resolve() == directory.resolve() or not (earlier / history_name(0)).is_dir():
+        return
+    for completed in range(rounds + 1):
+        source = earlier / history_name(completed)
+        for agent in sorted(source.glob("agent_*")):
+            if agent.is_dir():
+                copy = partial(shutil.copytree, agent, copy_function=_link, dirs_exist_ok=True)
+                write_directory(directory / source.name / agent.name, copy)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from pbrl_lightning.checkpoints import checkpoint_directory
+from pbrl_lightning.confinement import confine_checkpoint_paths
 from pbrl_lightning.curves import CurveLogger
 from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.hyperparameters import log_options
@@ -30,6 +32,11 @@ class RunDirectory(RoundCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             settle_run(trainer)
+
+    @override
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Every callback's is called before any of them takes its state.
+        confine_checkpoint_paths(trainer, checkpoint)
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

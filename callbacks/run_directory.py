@@ -16,6 +16,7 @@ from pbrl_lightning.confinement import confine_checkpoint_paths
 from pbrl_lightning.curves import CurveLogger
 from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.hyperparameters import log_options
+from pbrl_lightning.leftovers import remove_leftovers
 from pbrl_lightning.reporting.runs import CURVES
 from pbrl_lightning.rounds import RoundCallback
 from pbrl_lightning.run_directory import directory_of_checkpoint, run_directory, settle_run
@@ -40,6 +41,8 @@ class RunDirectory(RoundCallback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _clear_up(trainer)
         log_options(trainer, pl_module)  # type: ignore[arg-type]
 
     @override
@@ -47,6 +50,15 @@ class RunDirectory(RoundCallback):
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _keep_curves(trainer)
             rank_zero_info("\n".join(where(trainer)))
+
+
+def _clear_up(trainer: L.Trainer) -> None:
+    """Removes what an earlier start in the run's directory was killed in the middle of writing."""
+    given = [getattr(callback, "dirpath", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    elsewhere = [Path(path) for path in given if isinstance(path, str | Path) and "://" not in str(path)]
+    if removed := remove_leftovers(run_directory(trainer), elsewhere):
+        names = ", ".join(path.name for path in removed[:3])
+        rank_zero_info(f"removed {len(removed)} half-written files of an earlier start: {names}")
 
 
 def _keep_curves(trainer: L.Trainer) -> None:

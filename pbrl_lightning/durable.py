@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from pbrl_lightning.timing import spending
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is open cannot be removed
+    fcntl = None  # type: ignore[assignment]
 
 
 @spending("saving")
@@ -25,23 +31,48 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], *, exclus
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with temporary.open("xb") as file, held(temporary):
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        if exclusive:
-            # A link fails where the name exists, so of two runs that start at once only one gets it.
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                return
-            except OSError:  # a file system without links
+            file.close()  # Windows renames no open file
+            if exclusive:
+                # A link fails where the name exists, so of two runs that start at once only one gets it.
+                try:
+                    os.link(temporary, path)
+                except FileExistsError:
+                    return
+                except OSError:  # a file system without links
+                    os.replace(temporary, path)
+            else:
                 os.replace(temporary, path)
-        else:
-            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+@contextmanager
+def held(path: Path) -> Iterator[Literal["mine", "busy", "unknown"]]:
+    """Locks a file or directory for as long as this process works on it; the system drops the lock of a killed one.
+
+    Yields:
+        Whether the lock is this process's now, another's, or cannot be had here.
+    """
+    if fcntl is None:
+        yield "unknown"
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            state: Literal["mine", "busy", "unknown"] = "mine"
+        except BlockingIOError:
+            state = "busy"
+        except OSError:  # a network file system without locks
+            state = "unknown"
+        yield state
+    finally:
+        os.close(descriptor)
 
 
 def sync_directory(directory: Path) -> None:

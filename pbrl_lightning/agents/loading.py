@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from pbrl_lightning.durable import held
 from pbrl_lightning.importing import package_file
 from pbrl_lightning.timing import spending
 from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, MissingModelError
@@ -191,18 +192,19 @@ def write_directory(target: Path, write: Callable[[Path], None], *, replace: boo
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        (temporary / "new").mkdir()
-        with _quiet():
-            write(temporary / "new")
-        try:
-            if replace and target.exists():
-                target.rename(temporary / "old")
-            (temporary / "new").rename(target)
-        except OSError:
-            if (temporary / "old").exists():
-                (temporary / "old").rename(target)
-            if replace or not target.exists():
-                raise
+        with held(temporary):
+            (temporary / "new").mkdir()
+            with _quiet():
+                write(temporary / "new")
+            try:
+                if replace and target.exists():
+                    target.rename(temporary / "old")
+                (temporary / "new").rename(target)
+            except OSError:
+                if (temporary / "old").exists():
+                    (temporary / "old").rename(target)
+                if replace or not target.exists():
+                    raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

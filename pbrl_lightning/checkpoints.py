@@ -16,11 +16,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from pbrl_lightning.durable import write_atomically
+from pbrl_lightning.integrity import verify_archive, with_checksums
 from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, file_error
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files, never half-written, never lost in silence, and read without running code.
+    """Lightning's checkpoint files, never half-written, never lost in silence, checked and read without running code.
 
     Lightning's own are not synced, and one that may not be written is left out without a word (2.6.6).
     """
@@ -32,7 +33,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
             return
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
+            with with_checksums():
+                write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
         except (OSError, RuntimeError) as error:
             # Torch's writer hides what the file system says of a full disk.
             cause = error if isinstance(error, OSError) else error.__context__
@@ -45,8 +47,10 @@ class DurableCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if not str(path).count("://") and not Path(path).exists():
-            raise MissingFileError(f"the checkpoint {str(path)!r} does not exist")
+        if "://" not in str(path):
+            if not Path(path).exists():
+                raise MissingFileError(f"the checkpoint {str(path)!r} does not exist")
+            verify_archive(path)
         try:
             return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
         except _UNREADABLE as error:
@@ -130,7 +134,7 @@ def read_checkpoint(path: str | Path, map_location: Any = None) -> tuple[Path, d
 
     Raises:
         MissingFileError: If it does not exist.
-        ConfigurationError: If it is no checkpoint file.
+        ConfigurationError: If it is no checkpoint file, or does not match its checksums.
     """
     file = Path(path)
     if file.is_dir() and not (file / ".metadata").exists():
@@ -142,6 +146,7 @@ def read_checkpoint(path: str | Path, map_location: Any = None) -> tuple[Path, d
             f"{file} is a sharded checkpoint: make one file of it by `python -m "
             f"lightning.pytorch.utilities.consolidate_checkpoint {file}`"
         )
+    verify_archive(file)
     if map_location is None and not torch.cuda.is_available():
         map_location = "cpu"
     try:

@@ -23,7 +23,7 @@ import pbrl_lightning.callbacks
 from pbrl_lightning.acceleration.precision import AUTO
 from pbrl_lightning.checkpoints import check_whole, dtype_of_checkpoint, newest_checkpoint
 from pbrl_lightning.collecting import PreferenceTrainer
-from pbrl_lightning.commands import compare, completion, expected, help_texts, migrate, sample
+from pbrl_lightning.commands import check, compare, completion, expected, help_texts, migrate, sample
 from pbrl_lightning.commands.formatting import HelpFormatter
 from pbrl_lightning.commands.instantiation import Instantiation
 from pbrl_lightning.commands.parsing import CommandParser
@@ -267,6 +267,7 @@ COMMANDS: dict[str, tuple[Callable[[], ArgumentParser], str]] = {
     "sample": (sample.parser, sample.HELP),
     "migrate": (migrate.parser, migrate.HELP),
     "compare": (compare.parser, compare.HELP),
+    "check": (check.parser, check.HELP),
     "completion": (completion.parser, completion.HELP),
 }
 """What runs no Trainer: its options, and its line in the help."""
@@ -274,6 +275,7 @@ _RUN: dict[str, Callable[[list[str]], None]] = {
     "sample": sample.main,
     "migrate": migrate.main,
     "compare": compare.main,
+    "check": check.main,
 }
 
 

@@ -16,7 +16,7 @@ import yaml
 from pbrl_lightning import AgentTeam, CurrentComparator, MADPOModule, MARLHFModule, PreferenceDataModule, SamplingConfig
 from pbrl_lightning.cli import main
 from pbrl_lightning.collecting import PreferenceTrainer
-from pbrl_lightning.commands import expected
+from pbrl_lightning.commands import expected, help_texts
 from pbrl_lightning.commands.completion import script
 from pbrl_lightning.commands.sample import answers
 from pbrl_lightning.preferences.round_files import ForeignReplayError, read_round_file
@@ -215,7 +215,16 @@ def test_completion_scripts(tmp_path, capsys):
         lines = f"source {made}; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _pbrl; echo ${{COMPREPLY[@]}}"
         return subprocess.run(["bash", "-ec", lines], capture_output=True, text=True, check=True).stdout.split()
 
-    assert completed("pbrl", "") == ["fit", "validate", "collect", "sample", "migrate", "compare", "completion"]
+    assert completed("pbrl", "") == [
+        "fit",
+        "validate",
+        "collect",
+        "sample",
+        "migrate",
+        "compare",
+        "check",
+        "completion",
+    ]
     assert completed("pbrl", "collect", "--data.replay") == ["--data.replay", "--data.replay.help", "--data.replay_dir"]
     assert completed("pbrl", "fit", "--data.comparator", "Cur") == ["CurrentComparator", "CurrentCopyComparator"]
     assert completed("pbrl", "fit", "--model.help", "MARLH") == ["MARLHFModule"]
@@ -287,6 +296,6 @@ def test_only_errors_of_our_own_checks_are_expected():
 
 def test_the_page_of_the_command_line_names_every_command():
     page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
-    for command in ("fit", "validate", "collect", "sample", "migrate", "compare", "completion"):
+    for command in help_texts.COMMANDS:
         assert f"| `pbrl {command}` |" in page
     assert yaml.safe_load(Path(CONFIG).read_text(encoding="utf-8"))

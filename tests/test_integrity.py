@@ -1,5 +1,6 @@
 """Checkpoints whose bytes were changed are not read, and `pbrl check` finds them."""
 
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -11,6 +12,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from pbrl_lightning import AgentTeam, HistoryComparator, MADPOModule
 from pbrl_lightning.checkpoints import DurableCheckpointIO
+from pbrl_lightning.cli import main
+from pbrl_lightning.commands.check import check_path
 from pbrl_lightning.integrity import verify_archive
 from pbrl_lightning.utils.errors import ConfigurationError
 from training_runs import make_data, make_module, make_team, make_trainer
@@ -119,3 +122,135 @@ def test_a_compressed_record_is_refused_before_it_grows(tmp_path):
         archive.writestr("a/bomb", bytes(10**6), zipfile.ZIP_DEFLATED)
     with pytest.raises(ConfigurationError, match=r"'a/bomb' is compressed"):
         verify_archive(tmp_path / "a.ckpt")
+
+
+def problems(path):
+    return {str(found.path.relative_to(path)): found.problem for found in check_path(path) if found.problem}
+
+
+def test_a_whole_run_is_found_whole(run, capsys):
+    main(["check", str(run)])
+    lines = capsys.readouterr().out.splitlines()
+    counts = [
+        line for line in lines if line.startswith(f"{run}/checkpoints/last.ckpt: checkpoint of MADPOModule, step")
+    ]
+    assert len(counts) == 1
+    assert "records match their checksums, 2 round files in place" in counts[0]
+    assert f"{run}/replay/iteration_0002.json: round file, 12 pairs" in lines
+    assert lines[-1].endswith(" checked, none is damaged")
+    assert {"initial", "iteration_0001"} <= {line.split("/")[-3] for line in lines if ".safetensors" in line}
+    assert not problems(run)
+
+
+def zero(path):
+    zero_weights(path)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def edit(path):
+    """Changes a text in place, so that a hard link elsewhere changes too."""
+    data = path.read_bytes()
+    assert b'"winner_reward": ' in data
+    with path.open("r+b") as file:
+        file.write(data.replace(b'"winner_reward": ', b'"winner_reward":\t', 1))
+
+
+def unlinked_edit(path):
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data.replace(b'"winner_reward": ', b'"winner_reward":\t', 1))
+
+
+def no_owner(path):
+    path.write_text("{}")
+
+
+DAMAGE = {
+    "a checkpoint's weights": ("checkpoints/last.ckpt", zero, "bytes were changed after it was written", 1),
+    "a cut checkpoint": ("checkpoints/last.ckpt", cut, "is not a whole checkpoint", 1),
+    "a checkpoint that is something else": ("checkpoints/last.ckpt", no_owner, "is not a whole checkpoint", 1),
+    "a cut round file": ("replay/iteration_0001.json", cut, "iteration_0001", None),
+    "a changed round file": ("replay/iteration_0001.json", unlinked_edit, "a resumed run restores it from", 1),
+    "a round file changed through a link": ("replay/iteration_0001.json", edit, "bytes were changed", None),
+    "a cut adapter": ("history/initial/agent_0/adapter_model.safetensors", cut, "", 1),
+    "an owner": ("replay/run.json", no_owner, "must hold a `run_id`", 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_each_kind_of_damage_is_named(run, damage, capsys):
+    name, change, words, count = DAMAGE[damage]
+    if change is cut and "replay" in name:
+        (run / name).write_bytes(b"")  # not through a link
+    else:
+        change(run / name)
+    found = problems(run)
+    assert name in found
+    assert words in found[name] or change is cut
+    assert count is None or len(found) == count
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(run)])
+    assert ended.value.code == 1
+    out, err = capsys.readouterr()
+    assert f"{run / name}: DAMAGED: " in out
+    assert f"error: {len(found)} of " in err
+    assert name in err
+    with pytest.raises(SystemExit):
+        main(["check", str(run / name)])
+
+
+def test_a_checkpoint_without_its_round_files_is_named(run):
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    data = next(value for value in checkpoint.values() if isinstance(value, dict) and "store" in value)
+    data["replay_dir"] = str(run / "replay")
+    torch.save(checkpoint, run / "checkpoints" / "last.ckpt")
+    for path in run.rglob("iteration_0002*.json"):
+        path.unlink()
+    assert "file of round 2 that it needs is in neither" in problems(run)["checkpoints/last.ckpt"]
+
+
+def test_files_of_pairs_are_checked(tmp_path, capsys):
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["check", str(good)])
+    assert capsys.readouterr().out == f"{good}: 3 pairs of 1 agent\n1 checked, none is damaged\n"
+    bad.write_text(good.read_text() + '{"prompt": "a", "chosen": 3}\n')
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(good), str(bad)])
+    assert ended.value.code == 1
+    assert f"{bad}: DAMAGED: , line 4" not in (out := capsys.readouterr().out)
+    assert "line 4" in out
+
+
+def test_shards_are_checked_as_far_as_they_have_checksums(tmp_path):
+    shards = tmp_path / "a.ckpt"
+    (shards / "checkpoint").mkdir(parents=True)
+    torch.save({"w": torch.ones(500)}, shards / "checkpoint" / "mp_rank_00_model_states.pt")
+    (shards / "__0_0.distcp").write_bytes(b"tensors")
+    assert [found.content for found in check_path(tmp_path)] == [
+        "sharded checkpoint, 7 records match their checksums, 1 file without any"
+    ]
+    zero_weights(shards / "checkpoint" / "mp_rank_00_model_states.pt")
+    assert "a.ckpt" in problems(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "words"), [("missing", "does not exist"), ("empty", "has no checkpoint")])
+def test_nothing_to_check_is_an_error_of_the_command_line(tmp_path, capsys, name, words):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(tmp_path / name)])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_checking_changes_nothing(run):
+    def state():
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")}
+
+    before = state()
+    assert not problems(run)
+    assert state() == before

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pbrl_lightning.utils.errors import ConfigurationError
 
-COMMANDS = ("fit", "validate", "collect", "sample", "migrate", "compare", "completion")
+COMMANDS = ("fit", "validate", "collect", "sample", "migrate", "compare", "check", "completion")
 INSTEAD = {
     "test": "`pbrl validate` evaluates a team on `data.eval_items`",
     "predict": "`pbrl sample` writes a team's responses",

@@ -31,20 +31,26 @@ def mirror_round(store_directory: Path, entry: RoundEntry, checkpoint_directory:
         write_atomically(target, lambda file: file.write(data))
 
 
-def restore_rounds(store_directory: Path, entries: list[RoundEntry], checkpoint_directory: Path) -> None:
-    """Brings back round files that the replay directory has lost, or that were written anew since.
+def places_of_round(store_directory: Path, entry: RoundEntry, checkpoint_directory: Path) -> list[Path]:
+    """Where a round's bytes may be: first the replay directory, then the mirrors beside and above a checkpoint.
 
     A checkpoint's name may put it into sub-folders (that of a metric with slashes does), so the directories above are
     searched too: names hold the bytes' sha256.
+    """
+    parents = (checkpoint_directory, *checkpoint_directory.parents)
+    return [store_directory / entry.file, *(parent / MIRROR / _name(entry) for parent in parents)]
+
+
+def restore_rounds(store_directory: Path, entries: list[RoundEntry], checkpoint_directory: Path) -> None:
+    """Brings back round files that the replay directory has lost, or that were written anew since.
 
     Raises:
         RoundFileError: If a round is in neither place.
     """
     for entry in entries:
-        path = store_directory / entry.file
+        path, *mirrors = places_of_round(store_directory, entry, checkpoint_directory)
         if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == entry.sha256:
             continue
-        mirrors = [parent / MIRROR / _name(entry) for parent in (checkpoint_directory, *checkpoint_directory.parents)]
         source = next((mirror for mirror in mirrors if mirror.exists()), mirrors[0])
         if not source.exists():
             raise RoundFileError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.dataset_items import BUILDERS, PREFIX, checked_object, file_rows, named_rows
 from pbrl_lightning.importing import import_object, package_file
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, file_error
 
 Items = str | Iterable[TaskItem] | Callable[[], Iterable[TaskItem]]
 
@@ -27,8 +28,9 @@ def load_items(given: Any, name: str) -> list[TaskItem]:
 
     Raises:
         MissingFileError: If a file does not exist.
+        OSError: If it cannot be read.
         ImportError: If ``datasets`` is needed and not installed.
-        ConfigurationError: If there are no items, or one is not a dict; names the index or the line.
+        ConfigurationError: If a file is damaged, there are no items, or one is not a dict; names the index or the line.
     """
     where = f"`{name}`"
     if isinstance(given, (str, Path)):
@@ -95,18 +97,34 @@ def _read(path: Path) -> Any:
         return file_rows(path)
     if not path.exists():
         raise MissingFileError(f"the file of task items {str(path)!r} does not exist")
-    packed = path.suffix == ".gz"
-    text = (gzip.decompress(path.read_bytes()) if packed else path.read_bytes()).decode("utf-8")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        message = f"the file of task items {str(path)!r} cannot be read: {error.strerror}"
+        raise file_error(error, message) from error
+    try:
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ConfigurationError(f"{path} is not a whole gzip file: {error}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigurationError(f"{path}, line {line}: not UTF-8 text: {error.reason}") from error
     if path.suffix == ".json":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigurationError(f"{path}: not valid JSON: {error}") from error
-    items = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                items.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ConfigurationError(f"{path}, line {number}: not valid JSON: {error}") from error
-    return items
+        return _decode(text, str(path))
+    lines = enumerate(text.split("\n"), 1)
+    return [_decode(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+
+
+def _decode(text: str, where: str) -> Any:
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # may be half of a pair, which no tokenizer reads
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ConfigurationError(f"{where}: lists or objects are nested too deeply") from error
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        raise ConfigurationError(f"{where}: not valid text: {half} is half of a pair of surrogates") from error
+    except ValueError as error:  # not JSON, or an integer of more digits than Python reads
+        raise ConfigurationError(f"{where}: not valid JSON: {error}") from error
+    return value

@@ -30,6 +30,7 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from pbrl_lightning.monitoring import monitor_problems, validates_pairs
 from pbrl_lightning.sharding import ShardedStrategy, splits_weights
 from pbrl_lightning.utils.errors import raise_together
+from pbrl_lightning.writable import write_problems
 
 if TYPE_CHECKING:
     from pbrl_lightning.data import PreferenceDataModule
@@ -181,7 +182,8 @@ def check_features(trainer: Any, module: LearnerModule) -> None:
         module: What it runs.
 
     Raises:
-        ConfigurationError: Names every such callback, option and entry point, and what to use instead.
+        ConfigurationError: Names every such callback, option and entry point, and what to use instead; also every
+            directory that cannot be written to.
     """
     problems = []
     if module._compiler_ctx is not None:
@@ -201,9 +203,17 @@ def check_features(trainer: Any, module: LearnerModule) -> None:
         problems += [sentence for kind, applies, sentence in _CALLBACKS if _has(trainer, kind) and applies(run)]
         problems += [sentence for applies, sentence in _OPTIONS if applies(run)]
         problems += _min_epochs(run) + monitor_problems(trainer, module, data)
+    problems += write_problems(trainer, collects=_collects(trainer, module, data))
     if problems:
         _drop_tuner(trainer)
     raise_together(problems)
+
+
+def _collects(trainer: Any, module: LearnerModule, data: Any) -> bool:
+    """True if a run collects pairs of its own."""
+    if getattr(trainer, "collecting", False):
+        return True
+    return trainer.state.fn == TrainerFn.FITTING and module.collects_pairs and data is not None and not data.given_pairs
 
 
 def _drop_tuner(trainer: Any) -> None:

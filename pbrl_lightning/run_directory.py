@@ -15,6 +15,8 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from pbrl_lightning.utils.errors import file_error
+
 DEFAULT_NAME = "lightning_logs"
 """The folder of runs without a name, as in Lightning."""
 
@@ -176,9 +178,14 @@ def _decide(trainer: L.Trainer) -> tuple[Path, bool]:
     taken = [path.name.removeprefix("version_") for path in root.glob("version_*")] if root.is_dir() else []
     number = max((int(name) for name in taken if name.isdigit()), default=-1) + 1
     while True:
-        with contextlib.suppress(FileExistsError):  # another run that starts at the same time
+        try:
             (root / f"version_{number}").mkdir(parents=True)
             return root / f"version_{number}", True
+        except FileExistsError:  # another run that starts at the same time
+            pass
+        except OSError as error:
+            message = f"the directory of the run, {root / f'version_{number}'}, cannot be made: {error.strerror}"
+            raise file_error(error, message) from error
         number += 1
 
 

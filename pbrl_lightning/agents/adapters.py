@@ -18,8 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pbrl_lightning.agents.reading import reading
 from pbrl_lightning.sharding import assign
-from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.utils.errors import ConfigurationError, MissingModelError
+
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+"""What PEFT's form of an adapter may be called."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def attach_adapters(
         seed: Seed of the new adapters' A matrices.
 
     Raises:
-        ConfigurationError: If a saved adapter has dropout, or a new one is asked for without options.
+        ConfigurationError: If a saved adapter is damaged or has dropout, or a new one is asked for without options.
     """
     peft_model: PeftModel | None = None
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -85,14 +89,16 @@ def attach_adapters(
         torch.manual_seed(seed)
         for name, directory in zip(names, directories, strict=True):
             if directory is not None:
-                if getattr(PeftConfig.from_pretrained(directory), "lora_dropout", 0):
-                    raise ConfigurationError(
-                        f"the adapter {directory!r} has lora_dropout > 0; set it to 0 in its config"
-                    )
-                if peft_model is None:
-                    peft_model = PeftModel.from_pretrained(model, directory, adapter_name=name, is_trainable=True)
-                else:
-                    peft_model.load_adapter(directory, adapter_name=name, is_trainable=True)
+                with reading(f"the adapter {directory!r}"):
+                    check_adapter_files(directory)
+                    if getattr(PeftConfig.from_pretrained(directory), "lora_dropout", 0):
+                        raise ConfigurationError(
+                            f"the adapter {directory!r} has lora_dropout > 0; set it to 0 in its config"
+                        )
+                    if peft_model is None:
+                        peft_model = PeftModel.from_pretrained(model, directory, adapter_name=name, is_trainable=True)
+                    else:
+                        peft_model.load_adapter(directory, adapter_name=name, is_trainable=True)
             else:
                 if lora is None:
                     raise ConfigurationError("agents without a saved adapter need `lora`")
@@ -111,6 +117,17 @@ def attach_adapters(
         for parameter in adapter_parameters(peft_model, name).values():
             parameter.requires_grad_(True)
     return peft_model.eval()
+
+
+def check_adapter_files(directory: str) -> None:
+    """Finds a local adapter without its weights, which PEFT would look for on the hub.
+
+    Raises:
+        MissingModelError: If it has none.
+    """
+    path = Path(directory)
+    if path.is_dir() and not any((path / name).is_file() for name in _WEIGHTS):
+        raise MissingModelError(f"the adapter directory {directory!r} has no weights (none of {', '.join(_WEIGHTS)})")
 
 
 def add_adapter(peft_model: PeftModel, name: str, lora: LoraOptions, seed: int) -> None:
@@ -255,7 +272,8 @@ def read_adapter(directory: Path, parameters: Mapping[str, nn.Parameter], name: 
     Raises:
         ConfigurationError: If the file lacks one of them.
     """
-    saved = load_file(directory / "adapter_model.safetensors")
+    with reading(f"the adapter {str(directory)!r}"):
+        saved = load_file(directory / "adapter_model.safetensors")
     keys = {parameter: parameter.replace(f".{name}.", ".") for parameter in parameters}
     missing = [key for key in keys.values() if key not in saved]
     if missing:

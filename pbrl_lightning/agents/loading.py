@@ -27,10 +27,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from pbrl_lightning.agents.reading import reading
 from pbrl_lightning.durable import held
 from pbrl_lightning.importing import package_file
 from pbrl_lightning.timing import spending
-from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, MissingModelError
+from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, MissingModelError, UserError, file_error
 
 TINY = "builtin:tiny"
 LETTERS = "builtin:letters"
@@ -83,8 +84,7 @@ def resolve_source(name: str) -> Source:
             raise MissingFileError(f"the model directory {name!r} does not exist")
         return Source(name)
     if (path / "adapter_config.json").exists():
-        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-        return Source(resolve_source(config["base_model_name_or_path"]).base, str(path))
+        return Source(_base_of(path), str(path))
     if (path / "config.json").exists():
         return Source(str(path))
     gguf = sorted(path.glob("*.gguf"))
@@ -93,6 +93,37 @@ def resolve_source(name: str) -> Source:
     raise ConfigurationError(
         f"the directory {name!r} holds no model: it needs a config.json, an adapter_config.json or one .gguf file"
     )
+
+
+def _base_of(adapter: Path) -> str:
+    """The full model below an adapter, which may name another adapter's directory as its base."""
+    chain: list[Path] = []
+    while True:
+        chain.append(adapter.resolve())
+        name = _named_base(adapter)
+        adapter = Path(name).expanduser()
+        if not (adapter / "adapter_config.json").exists():
+            return resolve_source(name).base
+        if adapter.resolve() in chain:
+            through = " → ".join(str(path) for path in [*chain, adapter.resolve()])
+            raise ConfigurationError(
+                f"the adapter {str(chain[0])!r} has no full model below it: following `base_model_name_or_path` leads "
+                f"back to an adapter ({through}); name the model's directory or hub id there"
+            )
+
+
+def _named_base(adapter: Path) -> str:
+    file = adapter / "adapter_config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{file} is no JSON that can be read: {error}") from error
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not isinstance(base, str) or not base:
+        raise ConfigurationError(
+            f"{file} must name the adapter's base in `base_model_name_or_path`, a hub id or a directory, got {base!r}"
+        )
+    return base
 
 
 def expand_sources(models: Any) -> Any:
@@ -129,9 +160,10 @@ def load_model(name: str, dtype: str) -> PreTrainedModel:
 
     Raises:
         MissingModelError: If it is neither a local directory nor to be had from the hub.
+        ConfigurationError: If its files are damaged, or of an architecture that is not known.
     """
     try:
-        with _quiet():
+        with _quiet(), reading(f"the model {name!r}"):
             model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
     except OSError as error:
         raise MissingModelError(
@@ -153,7 +185,8 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
             f"the model directory {directory!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
             "save the tokenizer there too, or pass `tokenizers`"
         )
-    return AutoTokenizer.from_pretrained(directory)
+    with reading(f"the tokenizer of {directory!r}"):
+        return AutoTokenizer.from_pretrained(directory)
 
 
 def load_tokenizer_of(source: Source) -> PreTrainedTokenizerBase:
@@ -236,7 +269,15 @@ def vocabulary_of(model: Any) -> int | None:
 def _materialised(key: str, save: Callable[[Path], None]) -> str:
     target = cache_directory() / key
     if not (target / "config.json").exists():
-        write_directory(target, save, replace=False)
+        try:
+            write_directory(target, save, replace=False)
+        except OSError as error:
+            if isinstance(error, UserError):
+                raise
+            message = (
+                f"`PBRL_CACHE` must be a directory that can be written to, got {cache_directory()}: {error.strerror}"
+            )
+            raise file_error(error, message) from error
     return str(target)
 
 
@@ -259,11 +300,13 @@ def _dequantised(path: Path) -> str:
         from transformers import GgufConfig
 
         source, file = str(path.parent), path.name
-        model = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-        )
+        with reading(f"the GGUF file {str(path)!r}"):
+            model = AutoModelForCausalLM.from_pretrained(
+                source, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
         _save_here(model, directory)
-        AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
     return _materialised(f"{path.stem}-{digest.hexdigest()[:12]}", save)
 

@@ -12,6 +12,7 @@ from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.reporting.comparison import GENERATOR, as_text, missing_lines, option_rows, page, table
 from pbrl_lightning.reporting.runs import find_runs, read_run
 from pbrl_lightning.utils.errors import ConfigurationError
+from pbrl_lightning.writable import check_output
 
 HELP = "Compare runs: a table, the options that differ, and a page with their curves."
 
@@ -40,6 +41,7 @@ def main(args: list[str]) -> None:
     """
     options = parser().parse_args(args)
     target = Path(options.output)
+    check_output(target)
     if target.exists() and not _is_comparison(target):
         raise ConfigurationError(f"`output` must be a new file or an earlier comparison, got {target}")
     runs = [read_run(path, name) for name, path in find_runs(options.runs)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import textwrap
@@ -13,6 +14,9 @@ from pbrl_lightning.utils.errors import UserError
 TRACEBACK = "PBRL_TRACEBACK"
 """The environment variable that asks for tracebacks, if it is set to anything but 0."""
 
+_OF_THE_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""Read-only, full, over quota: nothing in the program is wrong, wherever it wanted to write."""
+
 _LONGEST = 800
 """Characters of a sentence, and half as many of what caused it; other libraries' messages may be pages."""
 
@@ -23,7 +27,12 @@ def sentence(error: BaseException) -> str | None:
     Args:
         error: As it was caught.
     """
-    if os.environ.get(TRACEBACK, "0") not in ("", "0") or not isinstance(error, UserError):
+    if os.environ.get(TRACEBACK, "0") not in ("", "0"):
+        return None
+    if isinstance(error, OSError) and not isinstance(error, UserError) and error.errno in _OF_THE_DISK:
+        where = f": {error.filename}" if error.filename is not None else ""
+        return f"error: a file could not be written{where} ({error.strerror})\n({TRACEBACK}=1 shows the traceback)"
+    if not isinstance(error, UserError):
         return None
     message = f"error: {_short(str(error), _LONGEST)}"
     cause = error.__cause__
@@ -38,10 +47,10 @@ def reported() -> Iterator[None]:
     """Ends the program with one sentence and the error's exit code where an error is addressed to the user."""
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
         if (message := sentence(error)) is None:
             raise
-        code = error.exit_code
+        code = error.exit_code if isinstance(error, UserError) else 1
     else:
         return
     sys.stderr.write(f"{message}\n")

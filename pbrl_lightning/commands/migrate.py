@@ -15,6 +15,7 @@ from pbrl_lightning.migration.names import names_table
 from pbrl_lightning.migration.reading import Left
 from pbrl_lightning.utils.errors import ConfigurationError, ExistingFileError, MissingFileError
 from pbrl_lightning.utils.secrets import may_be_secret
+from pbrl_lightning.writable import check_output
 
 HELP = "Convert a CoMLRL configuration."
 
@@ -54,6 +55,8 @@ def main(args: list[str]) -> None:
         raise ConfigurationError("`source` must name a CoMLRL configuration (or give `--names`)")
     if options.output is not None and Path(options.output).exists():
         raise ExistingFileError(f"`output` must not exist already, got {options.output}")
+    if options.output is not None:
+        check_output(options.output)
     formatters = options.formatters
     if formatters is not None and len(formatters) == 1:
         formatters = formatters[0]
@@ -68,6 +71,7 @@ def main(args: list[str]) -> None:
     if options.output is None:
         sys.stdout.write(text)
     else:
+        Path(options.output).parent.mkdir(parents=True, exist_ok=True)
         Path(options.output).write_text(text, encoding="utf-8")
         sys.stderr.write("\n".join(_report(done)) + "\n")
 

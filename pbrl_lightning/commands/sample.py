@@ -20,6 +20,7 @@ from pbrl_lightning.data_items import load_items
 from pbrl_lightning.durable import write_atomically
 from pbrl_lightning.generation import joint_responses
 from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, raise_together
+from pbrl_lightning.writable import check_output
 
 HELP = "Write a team's responses to task items as JSON lines."
 
@@ -83,6 +84,8 @@ def main(args: list[str]) -> None:
     if options.output is not None and Path(options.output).exists() and not options.overwrite:
         problems.append(f"`output` must not exist already (or `--overwrite true`), got {options.output}")
     raise_together(problems)
+    if options.output is not None:
+        check_output(options.output)
     items = load_items(options["items"], "items")
     team = options.team
     team.place([options.device or ("cuda" if torch.cuda.is_available() else "cpu")])

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
+from pbrl_lightning.agents.adapters import check_adapter_files
 from pbrl_lightning.agents.loading import Source
+from pbrl_lightning.agents.reading import reading
 from pbrl_lightning.utils.errors import ConfigurationError
 
 
@@ -61,7 +63,8 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
         OSError: If the source cannot be loaded.
         ConfigurationError: If it is a classifier of several outputs, or a saved reward model without its head.
     """
-    config = AutoConfig.from_pretrained(source.base)
+    with reading(f"the model {source.base!r}"):
+        config = AutoConfig.from_pretrained(source.base)
     _check_kind(repr(source.base), config)
     is_classifier = any("SequenceClassification" in name for name in config.architectures or [])
     if is_classifier and config.num_labels != 1:
@@ -75,7 +78,8 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
     try:
         # A trained head is read in full precision; a causal LM has none, and needs no detour over float32.
         first = torch.promote_types(getattr(torch, dtype), torch.float32) if is_classifier else getattr(torch, dtype)
-        with torch.random.fork_rng(devices=[]):  # transformers draws a head, even if nobody uses it
+        # Transformers draws a head, even if nobody uses it.
+        with torch.random.fork_rng(devices=[]), reading(f"the model {source.base!r}"):
             classifier, info = AutoModelForSequenceClassification.from_pretrained(
                 source.base, num_labels=1, dtype=first, output_loading_info=True
             )
@@ -90,8 +94,10 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
         raise ConfigurationError(f"the model {source.base!r} lacks {', '.join(missing[:3])}")
     trained = is_classifier
     if source.adapter is not None:
-        trained |= str(PeftConfig.from_pretrained(source.adapter).task_type).endswith("SEQ_CLS")
-        classifier = _with_adapter(classifier, source.adapter)
+        with reading(f"the adapter {source.adapter!r}"):
+            check_adapter_files(source.adapter)
+            trained |= str(PeftConfig.from_pretrained(source.adapter).task_type).endswith("SEQ_CLS")
+            classifier = _with_adapter(classifier, source.adapter)
     if not has_score_head(classifier):
         if not trained:
             raise _untrained(source, classifier)

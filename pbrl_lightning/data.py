@@ -16,6 +16,13 @@ from pbrl_lightning.batches import EvaluationBatch, PairTokens, PreferencePair, 
 from pbrl_lightning.comparators.base import Comparator
 from pbrl_lightning.data_items import load_items, source_names
 from pbrl_lightning.data_options import validate_items, validate_options, validate_run
+from pbrl_lightning.early_loaders import (
+    PlannedLoader,
+    TrainingStart,
+    batches_of_pairs,
+    mean_length,
+    most_pairs_of_item,
+)
 from pbrl_lightning.evaluation import EvaluationLoader, Evaluator
 from pbrl_lightning.generation import IndexLoader
 from pbrl_lightning.modules.base import LearnerModule, TeamModule
@@ -177,6 +184,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self._progress = RunProgress()
         self.training_pairs: list[PreferencePair] = []
         self._tokens: list[PairTokens] | None = None
+        self._start: TrainingStart | None = None
         self._held_out: tuple[list[PreferencePair], list[PairTokens]] | None = None
         self.position: Position | None = None
         self._explained_empty_round = False
@@ -211,6 +219,7 @@ class PreferenceDataModule(L.LightningDataModule):
             return
         begin_run(trainer)
         self.start_afresh()
+        self._start = TrainingStart(trainer)
         validate_run(self, module)
         schedule = self.schedule
         module.check()
@@ -242,13 +251,18 @@ class PreferenceDataModule(L.LightningDataModule):
         if stage == "fit" and self._limit_val_batches is not None:
             self._trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
         self._log_interval.end(self._trainer)
+        if self._start is not None:
+            self._start.end()
+            self._start = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         self.teardown("fit")  # Lightning leaves it out
 
     @override
-    def train_dataloader(self) -> PairLoader | RolloutLoader:
+    def train_dataloader(self) -> PairLoader | RolloutLoader | PlannedLoader:
+        if self._start is not None and not self._start.begun:
+            return PlannedLoader(self._planned_batches())
         self.position = position = self._prepare_round(completed_epochs(self._trainer))
         if position is None:
             return self._pair_loader([], [], epoch=0)
@@ -323,6 +337,25 @@ class PreferenceDataModule(L.LightningDataModule):
         place = (batches_per_update(trainer), trainer.global_rank, trainer.world_size, trainer.limit_train_batches)
         epoch = 0 if trainer.overfit_batches else epoch  # type: ignore[attr-defined]  # the same batches every time
         return PairLoader(module.pair_pad_ids(), pairs, tokens, size, self.seed, self._progress.round, epoch, *place)
+
+    def _planned_batches(self) -> int:
+        """Batches of a mean epoch if every task item gives as many pairs as it can; replay is not looked at."""
+        trainer, module = self._trainer, self._module
+        if self.given_pairs is not None:
+            pairs = held_out_split(self._read_pairs("pairs"), self._held_out_fraction, self.seed)[0]
+            num_pairs = len(pairs)
+        else:
+            items = min(2, len(self.items)) if trainer.fast_dev_run else len(self.items)  # type: ignore[attr-defined]
+            num_pairs = items * most_pairs_of_item(self.num_candidates, self.pairs_per_sample, self.iterative)
+        phases = []
+        for phase, epochs in self.schedule.phases:
+            if phase == "policy":
+                batches = len(self._rollout_loader(Position(1, phase, 0)))
+            else:
+                size = self.batch_size or module.pair_batch_size
+                batches = batches_of_pairs(num_pairs, size, trainer.world_size)
+            phases.append((epochs, batches))
+        return mean_length(phases)
 
     def _rollout_loader(self, position: Position) -> RolloutLoader:
         trainer, module = self._trainer, self._team_module

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from pbrl_lightning.agents.adapters import mixes_adapters
 from pbrl_lightning.agents.at_once import in_threads
+from pbrl_lightning.agents.forward import reading_of
 from pbrl_lightning.agents.loading import warn_once
 from pbrl_lightning.agents.products import device_memory
 from pbrl_lightning.agents.prompts import Formatter
 from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_responses
+from pbrl_lightning.agents.self_check import check_model
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem
 from pbrl_lightning.randomness import Stream, counted_uniforms
 from pbrl_lightning.timing import spending
@@ -80,6 +82,8 @@ def answer(
     """
     if draws.sampling.temperature == 0 and draws.num_candidates > 1:
         warn_once(team.counts, "greedy", "temperature 0 makes all candidates of an item the same")
+    for agent in formatters:
+        check_model(team.model(agent), f"the model of agent {agent}")
     groups = [
         [_questions(team, agent, formatters[agent], items, item_indices, draws) for agent in agents]
         for agents in _speaking_together(team, list(formatters))
@@ -97,10 +101,14 @@ def _speaking_together(team: AgentTeam, agents: list[int]) -> list[list[int]]:
     groups: dict[object, list[int]] = {}
     for agent in agents:
         backbone, adapter = team.backbone(agent), team.adapter(agent)
-        mixes = adapter is not None and mixes_adapters(team.model(agent))
+        mixes = adapter is not None and _mixes(team.model(agent))
         key = (id(backbone), frozenset(team.eos_ids(agent))) if mixes else agent
         groups.setdefault(key, []).append(agent)
     return list(groups.values())
+
+
+def _mixes(model: nn.Module) -> bool:
+    return reading_of(model).sampling == "batched" and mixes_adapters(model)
 
 
 def _questions(

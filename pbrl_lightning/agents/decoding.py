@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from pbrl_lightning.agents.attention import attention_exchanged, check_options, may_exchange_attention
-from pbrl_lightning.agents.forward import SplitForward, accepts, decoder_of
+from pbrl_lightning.agents.forward import SplitForward, accepts, decoder_of, reading_of, without_extras
 from pbrl_lightning.utils.errors import ConfigurationError
 
 _ATTENTION = "pbrl_shared_prompts"
@@ -74,6 +74,7 @@ class DecodedRows:
 
     def _forward(self, tokens: Tensor, mask: Tensor | None) -> None:
         inputs = _step_inputs(self.model, tokens[:, None], mask, self.positions[:, None], self.cache)
+        inputs |= without_extras(self.model)
         self.logits = self.model(**inputs).logits[:, -1]
         self.positions = self.positions + 1
 
@@ -104,8 +105,97 @@ class SharingRows(DecodedRows):
             self._forward(tokens, None)
 
 
+class RecomputedRows(DecodedRows):
+    """The same without a cache, prompt by prompt: each step reads the whole texts, as a plain forward does."""
+
+    @override
+    def __init__(self, model: nn.Module, prompts: list[list[int]], source: Tensor, room: int) -> None:
+        del room
+        self.model = model
+        counts = source.bincount(minlength=len(prompts)).tolist()
+        texts = [
+            torch.tensor([prompt] * count, device=source.device) for prompt, count in zip(prompts, counts, strict=True)
+        ]
+        self._groups = [self._group(ids) for ids in texts if len(ids)]
+        self._read()
+
+    def _group(self, ids: Tensor) -> _Group:
+        return _Group(ids, torch.arange(len(ids), device=ids.device), {})
+
+    def _read(self) -> None:
+        self.logits = torch.cat([self._next_logits(group)[group.wanted] for group in self._groups])
+
+    def _next_logits(self, group: _Group) -> Tensor:
+        """Of the token after each of the group's texts, shape ``(rows, V)``."""
+        options = {"use_cache": False} if accepts(self.model, "use_cache") else {}
+        logits: Tensor = self.model(input_ids=group.ids, **options, **without_extras(self.model)).logits
+        return logits[:, -1]
+
+    @override
+    def keep(self, rows: Tensor) -> None:
+        wanted = torch.zeros(sum(len(group.wanted) for group in self._groups), dtype=torch.bool, device=rows.device)
+        wanted[rows] = True
+        kept = wanted.split([len(group.wanted) for group in self._groups])
+        for group, mask in zip(self._groups, kept, strict=True):
+            group.wanted = group.wanted[mask]
+        self._groups = [group for group in self._groups if len(group.wanted)]
+
+    @override
+    def step(self, tokens: Tensor) -> None:
+        parts = tokens.split([len(group.wanted) for group in self._groups])
+        for group, part in zip(self._groups, parts, strict=True):
+            # Rows that have left stay in the group, since not every cache can lose a row: any token will do for them.
+            column = group.ids[:, -1].index_copy(0, group.wanted, part)
+            group.ids = torch.cat([group.ids, column[:, None]], 1)
+        self._read()
+
+
+class OwnCacheRows(RecomputedRows):
+    """The same with the cache, and the inputs, that the model's own ``generate`` makes: state spaces and hybrids."""
+
+    model: Any
+
+    @override
+    def _group(self, ids: Tensor) -> _Group:
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "use_cache": True}
+        if self.model._supports_default_dynamic_cache():
+            cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+            options["cache" if accepts(self.model, "cache") else "past_key_values"] = cache
+        return _Group(ids, torch.arange(len(ids), device=ids.device), options)
+
+    @override
+    def _next_logits(self, group: _Group) -> Tensor:
+        more: dict[str, Any] = {"next_sequence_length": 1} if group.is_begun else {"is_first_iteration": True}
+        inputs = self.model.prepare_inputs_for_generation(group.ids, **more, **group.options)
+        output = self.model(**inputs, **without_extras(self.model), return_dict=True)
+        group.options = self.model._update_model_kwargs_for_generation(output, group.options)
+        group.is_begun = True
+        logits: Tensor = output.logits
+        return logits[:, -1]
+
+
+@dataclass
+class _Group:
+    """The rows of one prompt, which have the same length.
+
+    Attributes:
+        ids: The texts so far, shape ``(rows, T)``.
+        wanted: The rows that have not left, ascending.
+        options: What ``generate`` would pass on from step to step.
+        is_begun: Whether the prompt was read.
+    """
+
+    ids: Tensor
+    wanted: Tensor
+    options: dict[str, Any]
+    is_begun: bool = False
+
+
 def rows_for(model: nn.Module, width: int) -> type[DecodedRows]:
     """How rows of at most so many tokens are decoded: prompts are shared where the model's attention allows it."""
+    reading = reading_of(model)
+    if reading.sampling != "batched":
+        return OwnCacheRows if reading.sampling == "own_cache" else RecomputedRows
     decoder = decoder_of(model)
     shares = decoder is not None and may_exchange_attention(decoder, width) and _shares_truly(model)
     return SharingRows if shares else DecodedRows

@@ -10,8 +10,10 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,46 @@ from pbrl_lightning.utils.errors import ConfigurationError
 ContextPair = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a model is read so that it says what its own plain forward says; found by the self-check.
+
+    Attributes:
+        padded: A batch may be padded anywhere, with a mask and positions; otherwise it is padded on the right, and the
+            model gets token ids alone: no token sees what comes after it.
+        split: Logits may be computed from chosen hidden states; otherwise they are computed for all tokens.
+        decoder: Name of the module below the head, if it is not the model's ``base_model``.
+        sampling: How responses are decoded: ``batched`` in one padded batch, ``own_cache`` prompt by prompt with the
+            cache and the inputs that ``generate`` would use, ``recomputed`` prompt by prompt without a cache.
+    """
+
+    padded: bool = True
+    split: bool = True
+    decoder: str | None = None
+    sampling: Literal["batched", "own_cache", "recomputed"] = "batched"
+
+
+READINGS: WeakKeyDictionary[nn.Module, Reading] = WeakKeyDictionary()
+"""Of the models that were tried, and of their decoders."""
+
+
+def reading_of(module: nn.Module) -> Reading:
+    """How a model, or a decoder, is read; one that was not tried is taken to be like most."""
+    return READINGS.get(module, Reading())
+
+
 def decoder_of(model: nn.Module) -> nn.Module | None:
-    """The part of a causal LM below its head, or None if the model does not show one."""
+    """The part of a causal LM below its head, or None if the model does not show one that may be used."""
+    reading = reading_of(model)
+    if not reading.split:
+        return None
+    if reading.decoder is not None:
+        return model.get_submodule(reading.decoder)
+    return base_decoder_of(model)
+
+
+def base_decoder_of(model: nn.Module) -> nn.Module | None:
+    """What transformers calls the model's ``base_model``, or None if there is none."""
     decoder = getattr(model, "base_model", None)
     return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
 
@@ -32,6 +72,11 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
 def accepts(model: nn.Module, argument: str) -> bool:
     """True if the model's forward names this argument."""
     return argument in inspect.signature(type(model).forward).parameters
+
+
+def without_extras(model: nn.Module) -> dict[str, Any]:
+    """Options of a forward that needs no loss of a mixture's router, which asks for masks of its own."""
+    return {"output_router_logits": False} if accepts(model, "output_router_logits") else {}
 
 
 @contextmanager
@@ -92,7 +137,8 @@ class SplitForward:
     def __init__(self, model: nn.Module, **inputs: Any) -> None:
         self._model = model
         self._decoder = decoder_of(model)
-        self._output = (self._decoder or model)(**inputs)
+        reader = self._decoder or model
+        self._output = reader(**inputs, **without_extras(reader))
         # Without a visible decoder the full logits stand in for the hidden states, and the head for nothing.
         self.states: Tensor = self._output.logits if self._decoder is None else self._output[0]
 
@@ -109,6 +155,7 @@ class SplitForward:
             return states
         output = dataclasses.replace(self._output, last_hidden_state=states[None])
         dummy = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
+        options = without_extras(self._model)
         with forward_replaced(self._decoder, lambda *_args, **_kwargs: output):
-            logits: Tensor = self._model(input_ids=dummy, use_cache=False).logits
+            logits: Tensor = self._model(input_ids=dummy, use_cache=False, **options).logits
             return logits.squeeze(0)  # whose backward, unlike that of an index, is a view

@@ -28,7 +28,7 @@ from pbrl_lightning.agents.attention import (
     may_exchange_attention,
     precision_of_the_model,
 )
-from pbrl_lightning.agents.forward import ContextPair, accepts
+from pbrl_lightning.agents.forward import ContextPair, accepts, reading_of, without_extras
 from pbrl_lightning.agents.last_layer import Hearing, last_layer_narrowed, last_layer_of
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.sharding import in_shares
@@ -58,6 +58,11 @@ class Layout:
     spans: list[_Span]
     kept: Tensor | None = None
     hearings: list[Hearing] = field(default_factory=list)
+
+    def states(self, decoder: nn.Module) -> Tensor:
+        """What the decoder gives, inside of :meth:`reading`: shape ``(rows read, tokens read, H)``."""
+        states: Tensor = decoder(**self.inputs, **without_extras(decoder), use_cache=False)[0]
+        return states
 
     def pick(self, states: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """The states of these tokens, given by their places in the unpacked rows; shape ``(M, H)``."""
@@ -104,21 +109,23 @@ def lay_out(decoder: nn.Module, batch: TokenBatch, wanted: Tensor | None = None)
             is computed for no others, where they are few and none of its layers is to be recomputed.
     """
     device, (count, width) = batch.input_ids.device, batch.input_ids.shape
+    if not reading_of(decoder).padded:
+        return plain_layout(decoder, batch)
     # In train mode dropout would be told nothing of packs, and no trial says anything.
     if decoder.training or not isinstance(decoder, PreTrainedModel):
-        return _as_it_is(decoder, batch)
+        return plain_layout(decoder, batch)
     # The processes of a sharded run must run the same forwards, so there it is tried now, whatever this one's rows are.
     if in_shares(decoder) and not _packs_truly(decoder, device):
-        return _as_it_is(decoder, batch)
+        return plain_layout(decoder, batch)
     if count < 2 or not may_exchange_attention(decoder, width):
-        return _as_it_is(decoder, batch)
+        return plain_layout(decoder, batch)
     rows = _Rows.of(batch)
     packs = rows.packs()
     tokens = sum(pack.width for pack in packs)
     # Each pack costs calls of its own in every layer, at least as much as a token.
     pays = tokens > 0 and tokens + len(packs) < 0.95 * count * width
     if not pays or not _packs_truly(decoder, device):
-        return _as_it_is(decoder, batch)
+        return plain_layout(decoder, batch)
     layout = _packed(batch, rows, packs)
     if wanted is None or in_shares(decoder):
         return layout
@@ -318,14 +325,20 @@ def _attend(
 AttentionInterface.register(_ATTENTION, _attend)
 
 
-def _as_it_is(decoder: nn.Module, batch: TokenBatch) -> Layout:
+def plain_layout(decoder: nn.Module, batch: TokenBatch) -> Layout:
+    """Rows as they are, with a mask and positions; or as token ids alone that begin in the first column."""
+    count, width = batch.input_ids.shape
+    row = torch.arange(count, device=batch.input_ids.device)[:, None].expand(count, width)
+    columns = torch.arange(width, device=row.device)
+    if not reading_of(decoder).padded:
+        first = batch.attention_mask.int().argmax(1, keepdim=True)
+        inputs = {"input_ids": batch.input_ids.gather(1, (columns + first) % width)}
+        return Layout(inputs, row, (columns - first) % width, [])
     mask = batch.attention_mask.long()
     inputs = {"input_ids": batch.input_ids, "attention_mask": mask}
     if accepts(decoder, "position_ids"):
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    count, width = mask.shape
-    row = torch.arange(count, device=mask.device)[:, None].expand(count, width)
-    return Layout(inputs, row, torch.arange(width, device=mask.device).expand(count, width), [])
+    return Layout(inputs, row, columns.expand(count, width), [])
 
 
 def _packs_truly(decoder: nn.Module, device: torch.device) -> bool:
@@ -358,7 +371,7 @@ def _tried(decoder: nn.Module, device: torch.device, *, narrowed: bool) -> str |
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [8, 9, 5, 6, 4]]) % config.get_text_config().vocab_size
     small = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(5).expand(3, 5) >= 3).to(device)
     rows = _Rows.of(small)
-    packed, plain = _packed(small, rows, rows.packs()), _as_it_is(decoder, small)
+    packed, plain = _packed(small, rows, rows.packs()), plain_layout(decoder, small)
     wanted = small.response_mask if narrowed else small.attention_mask
     if narrowed:
         packed = _narrowed(packed, wanted)

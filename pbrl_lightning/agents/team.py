@@ -38,6 +38,7 @@ from pbrl_lightning.agents.prompts import Formatter, encode_prompt, render_promp
 from pbrl_lightning.agents.restoring import load_team_weights, team_options
 from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
 from pbrl_lightning.agents.sampling import SamplingConfig, SamplingFields, replace_fields
+from pbrl_lightning.agents.self_check import check_model
 from pbrl_lightning.batches import AgentAnswer, TaskItem, TeamSample, TokenBatch
 from pbrl_lightning.checkpoints import read_checkpoint
 from pbrl_lightning.randomness import Stream
@@ -217,6 +218,7 @@ class AgentTeam(nn.Module):
                 self.settle_dtype(resolve_auto(device))
             backbones, self._agents = assemble(self._settings)
             self.backbones.extend(backbones)
+            self._check_models()
             if self._settings.frozen:
                 self.requires_grad_(False)
             else:
@@ -453,6 +455,7 @@ class AgentTeam(nn.Module):
         def contexts() -> ContextPair:
             return nullcontext(), speaking()
 
+        check_model(self.model(agent), f"the model of agent {agent}")
         with speaking(), scoring_products(self.model(agent)):
             return response_logps(
                 self.model(agent),
@@ -500,6 +503,13 @@ class AgentTeam(nn.Module):
             device = devices[index % len(devices)]
             backbone.to(device)
             warn_if_emulated("`dtype` of the models", next(backbone.parameters()).dtype, device)
+
+    def _check_models(self) -> None:
+        """Tries each model once; one that cannot be tried yet, such as float16 on a CPU, is tried at its first use."""
+        for place in range(len(self.backbones)):
+            agents = [agent for agent, known in enumerate(self._agents) if known.backbone == place]
+            name = f"the model of agent{'s' * (len(agents) > 1)} {', '.join(map(str, agents))}"
+            check_model(self.model(agents[0]), name)
 
     def _check_ownership(self) -> None:
         owner: dict[int, int] = {}

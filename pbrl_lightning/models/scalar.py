@@ -34,6 +34,7 @@ from pbrl_lightning.agents.loading import (
 from pbrl_lightning.agents.packing import lay_out
 from pbrl_lightning.agents.products import scoring_products
 from pbrl_lightning.agents.prompts import encode_prompt, encode_response, joint_prompt, without_end, without_starts
+from pbrl_lightning.agents.self_check import check_decoder
 from pbrl_lightning.agents.team import AgentTeam
 from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.classifier import classifier_around, has_score_head, load_classifier, score_head
@@ -216,6 +217,7 @@ class ScalarModel(nn.Module):
                 self.fitted = True
             else:
                 self._draw_head(1)
+            check_decoder(self._decoder, f"the {self.role} model")
         self._choose_trainable()
         if self._renews_by_copy:
             self._initial = {name: value.detach().clone() for name, value in self._trained_backbone().items()}
@@ -407,6 +409,7 @@ class ScalarModel(nn.Module):
         if isinstance(self.head, ClassifierHead):
             return self._by_own_forward(rows)
         decoder, mask = self._decoder, rows.attention_mask
+        check_decoder(decoder, f"the {self.role} model")
         columns = torch.arange(mask.shape[1], device=mask.device)
         last = (mask * columns).argmax(1)
         with self._active(), scoring_products(decoder):
@@ -414,7 +417,7 @@ class ScalarModel(nn.Module):
             recomputing = layout.recomputing(decoder, lambda: (nullcontext(), self._active()))
             checkpointing = checkpointed_layers(decoder, recomputing) if self.gradient_checkpointing else nullcontext()
             with checkpointing, layout.reading(decoder):
-                states = decoder(**layout.inputs, use_cache=False)[0]
+                states = layout.states(decoder)
         return self.head(layout.pick(states, torch.arange(len(last), device=last.device), last))  # type: ignore[misc]
 
     def _by_own_forward(self, rows: TokenBatch) -> Tensor:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -237,8 +237,19 @@ def all_adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
         for child in module.modules()
         if isinstance(child, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         for name, parameter in child.named_parameters()
-        if not name.startswith(("base_layer.", "original_module."))
+        if not {"base_layer", "original_module"} & set(name.split("."))
     ]
+
+
+def small_adapter_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The same without whole modules (`modules_to_save`), which compute in the model's type, as those they replace."""
+    whole = {
+        parameter
+        for child in module.modules()
+        if isinstance(child, ModulesToSaveWrapper)
+        for parameter in child.modules_to_save.parameters()
+    }
+    return [parameter for parameter in all_adapter_parameters(module) if parameter not in whole]
 
 
 def _average_gradients(module: nn.Module) -> None:

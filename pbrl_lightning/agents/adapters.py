@@ -13,6 +13,10 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.constants import (
+    INCLUDE_LINEAR_LAYERS_SHORTHAND,
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+)
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -33,13 +37,14 @@ class LoraOptions:
     Attributes:
         r: Rank.
         alpha: The update is scaled by ``alpha / r``.
-        target_modules: Names of the layers that get an adapter; None takes PEFT's choice for the architecture.
+        target_modules: Names of the layers that get an adapter, or ``all-linear`` for all linear layers but the head;
+            None takes PEFT's choice for the architecture, and ``all-linear`` where PEFT has none.
         lora_dropout: Must be 0: the log-probabilities of a policy must not be random.
     """
 
     r: int = 16
     alpha: int = 32
-    target_modules: list[str] | None = None
+    target_modules: list[str] | str | None = None
     lora_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -50,15 +55,42 @@ class LoraOptions:
                 f"`lora_dropout` must be 0 (dropout is off in every policy), got {self.lora_dropout}"
             )
 
-    def to_peft(self) -> LoraConfig:
-        """The same as PEFT's configuration of a causal LM."""
+    def to_peft(self, model: nn.Module) -> LoraConfig:
+        """The same as PEFT's configuration of a causal LM.
+
+        Args:
+            model: What gets the adapter.
+        """
+        targets = self.target_modules
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        if targets is None and kind not in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+            targets = INCLUDE_LINEAR_LAYERS_SHORTHAND
         return LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,
-            target_modules=self.target_modules,
+            target_modules=targets,
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
+
+
+@contextmanager
+def explained(model: nn.Module, lora: LoraOptions) -> Iterator[None]:
+    """Says in a sentence of ours that options do not fit a model.
+
+    Raises:
+        ConfigurationError: If PEFT refuses them inside.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (ValueError, NotImplementedError) as error:
+        linear = {name.rsplit(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        raise ConfigurationError(
+            f"a LoRA adapter with `target_modules` {lora.target_modules or 'unset'} does not fit "
+            f"{type(model).__name__} ({error}); its linear layers are named {', '.join(sorted(linear)) or 'nothing'}"
+        ) from error
 
 
 def attach_adapters(
@@ -80,7 +112,8 @@ def attach_adapters(
         seed: Seed of the new adapters' A matrices.
 
     Raises:
-        ConfigurationError: If a saved adapter is damaged or has dropout, or a new one is asked for without options.
+        ConfigurationError: If a saved adapter is damaged, has dropout or does not fit beside the others, a new one does
+            not fit the model, or one is asked for without options.
     """
     peft_model: PeftModel | None = None
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -102,11 +135,11 @@ def attach_adapters(
             else:
                 if lora is None:
                     raise ConfigurationError("agents without a saved adapter need `lora`")
-                config = lora.to_peft()
-                if peft_model is None:
-                    peft_model = get_peft_model(model, config, adapter_name=name)
-                else:
-                    peft_model.add_adapter(name, config)
+                with explained(model, lora):
+                    if peft_model is None:
+                        peft_model = get_peft_model(model, lora.to_peft(model), adapter_name=name)
+                    else:
+                        peft_model.add_adapter(name, lora.to_peft(peft_model))
     assert peft_model is not None  # names are never empty
     # PEFT leaves all but the active adapter without gradients.
     for parameter in peft_model.parameters():
@@ -140,7 +173,8 @@ def add_adapter(peft_model: PeftModel, name: str, lora: LoraOptions, seed: int) 
         torch.manual_seed(seed)
         if name in peft_model.peft_config:
             peft_model.delete_adapter(name)
-        peft_model.add_adapter(name, lora.to_peft())
+        with explained(peft_model, lora):
+            peft_model.add_adapter(name, lora.to_peft(peft_model))
     for parameter, requires_grad in trained.items():
         parameter.requires_grad_(requires_grad)
     peft_model.eval()
@@ -226,10 +260,7 @@ def merge_adapter(model: nn.Module, name: str) -> None:
 
 def save_adapter(peft_model: PeftModel, name: str, directory: Path) -> None:
     """Writes one adapter in PEFT's form, under PEFT's default adapter name."""
-    # Not by `state_dict`, which gives up what a sharded strategy has gathered.
-    everything: dict[str, Any] = {**dict(peft_model.named_parameters()), **dict(peft_model.named_buffers())}
-    state = get_peft_model_state_dict(peft_model, everything, adapter_name=name)
-    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    tensors = {key: value.detach().cpu().contiguous() for key, value in _saved_form(peft_model, name).items()}
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config = peft_model.peft_config[name]
     inference_mode, config.inference_mode = config.inference_mode, True
@@ -237,6 +268,16 @@ def save_adapter(peft_model: PeftModel, name: str, directory: Path) -> None:
         config.save_pretrained(str(directory))
     finally:
         config.inference_mode = inference_mode
+
+
+def _saved_form(peft_model: nn.Module, name: str) -> dict[str, Tensor]:
+    """An adapter's parameters and buffers under the names that they have in its file."""
+    # Not by `state_dict`, which gives up what a sharded strategy has gathered.
+    everything: dict[str, Any] = {**dict(peft_model.named_parameters()), **dict(peft_model.named_buffers())}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`|Could not find a config file")
+        state: dict[str, Tensor] = get_peft_model_state_dict(peft_model, everything, adapter_name=name)
+    return state
 
 
 @contextmanager
@@ -261,21 +302,28 @@ def _copy(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Any]) -> 
         assign(parameter, values[name])
 
 
-def read_adapter(directory: Path, parameters: Mapping[str, nn.Parameter], name: str) -> dict[str, Tensor]:
+def read_adapter(
+    directory: Path, peft_model: nn.Module, name: str, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
     """A saved adapter's values under the names that its parameters have on a backbone.
 
     Args:
         directory: What :func:`save_adapter` wrote.
-        parameters: The adapter's parameters.
-        name: The adapter's name on the backbone.
+        peft_model: The backbone.
+        name: The adapter's name on it.
+        parameters: Those of the adapter's parameters that are wanted.
 
     Raises:
-        ConfigurationError: If the file lacks one of them.
+        ConfigurationError: If the file has no value for one of them.
     """
     with reading(f"the adapter {str(directory)!r}"):
         saved = load_file(directory / "adapter_model.safetensors")
-    keys = {parameter: parameter.replace(f".{name}.", ".") for parameter in parameters}
+    # Each kind of adapter has file names of its own (whole modules, rows of the embedding, magnitudes of DoRA).
+    key_of = {id(tensor): key for key, tensor in _saved_form(peft_model, name).items()}
+    keys = {parameter: key_of.get(id(tensor), parameter) for parameter, tensor in parameters.items()}
     missing = [key for key in keys.values() if key not in saved]
     if missing:
-        raise ConfigurationError(f"the adapter in {str(directory)!r} lacks {missing[0]} and {len(missing) - 1} others")
+        raise ConfigurationError(
+            f"the adapter in {str(directory)!r} has no {missing[0]} ({len(missing)} of {len(keys)} weights are missing)"
+        )
     return {parameter: saved[key] for parameter, key in keys.items()}

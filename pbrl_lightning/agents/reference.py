@@ -59,9 +59,7 @@ class ReferencePolicies:
             return
         for agent in range(team.num_agents):
             start = {name: p.detach().clone() for name, p in team.agent_parameters(agent).items()}
-            changes_nothing = all(not value.any() for name, value in start.items() if "lora_B" in name)
-            is_lora = all("lora_" in name for name in start)
-            self._values.append(None if is_lora and changes_nothing else start)
+            self._values.append(None if _changes_nothing(start) else start)
 
     def follow(self) -> None:
         """Puts a copy where the team was put after it was made, and in its precision."""
@@ -91,3 +89,10 @@ class ReferencePolicies:
             with adapter_values(self._team.agent_parameters(agent), values):
                 return self._team.score_responses(agent, rows)
         return self._team.score_responses(agent, rows, adapted=False)
+
+
+def _changes_nothing(start: dict[str, Tensor]) -> bool:
+    """True if an adapter is plain LoRA whose every update is zero: one factor of each is, of an embedding the first."""
+    plain = all(".lora_A." in n or ".lora_B." in n or ".lora_embedding_" in n for n in start)
+    zero = ("lora_B", "lora_embedding_A")
+    return plain and all(not value.any() for name, value in start.items() if any(factor in name for factor in zero))

@@ -62,8 +62,8 @@ def check_model(model: nn.Module, name: str = "the model") -> Reading:
         name: What to call it in messages.
 
     Raises:
-        ConfigurationError: If tokens are predicted from later ones, the model's forward changes its weights, or there is no
-            way to score or sample it that agrees with its plain forward.
+        ConfigurationError: If tokens are predicted from later ones, a forward changes the weights, or there is no way
+            to score or sample the model that agrees with its plain forward.
     """
     if model in READINGS:
         return READINGS[model]
@@ -123,8 +123,8 @@ def _tried_decoder(decoder: nn.Module, name: str) -> Trial | None:
             return trial
     del READINGS[decoder]
     raise ConfigurationError(
-        f"{name} ({type(decoder).__name__}) reads a text differently beside other texts ({_differences(trial)}): scores "
-        "would depend on the batch; use a causal decoder"
+        f"{name} ({type(decoder).__name__}) reads a text differently beside other texts ({_differences(trial)}): "
+        "scores would depend on the batch; use a causal decoder"
     )
 
 
@@ -146,8 +146,7 @@ def try_model(model: nn.Module, name: str = "the model") -> Trial | None:
 
 def _tried(model: nn.Module, name: str) -> Trial | None:
     batch = _padded_rows(model)
-    weights = [parameter for parameter in model.parameters() if not parameter.is_inference()]
-    versions = [parameter._version for parameter in weights]
+    weights = _fingerprint(model)
     try:
         plain, prefix = _plain(model, batch.input_ids[0]), _plain(model, batch.input_ids[0, :_PREFIX])
     except Exception as error:
@@ -160,7 +159,7 @@ def _tried(model: nn.Module, name: str) -> Trial | None:
         ) from error
     if not plain.isfinite().all():
         return None
-    if versions != [parameter._version for parameter in weights]:
+    if _fingerprint(model) != weights:
         raise ConfigurationError(
             f"the forward of {name} ({type(model).__name__}) changes the model's own weights outside of training, so "
             "that it can be neither trained nor saved from there; use a model of another architecture"
@@ -176,6 +175,11 @@ def _tried(model: nn.Module, name: str) -> Trial | None:
     trial.reading = _scoring(model, batch, plain, trial, name)
     trial.reading = replace(trial.reading, sampling=_sampling(model, batch.input_ids[0], plain, trial, name))
     return trial
+
+
+def _fingerprint(model: nn.Module) -> list[list[float]]:
+    """The first few numbers of each weight."""
+    return [parameter.detach().flatten()[:8].tolist() for parameter in model.parameters()]
 
 
 def _scoring(model: nn.Module, batch: TokenBatch, plain: Tensor, trial: Trial, name: str) -> Reading:
@@ -358,10 +362,8 @@ def _warn(model: nn.Module, name: str, trial: Trial) -> None:
 
 
 def _differences(trial: Trial) -> str:
-    return ", ".join(
-        f"{way} {trial.errors.get(way) or (f'{off:.2g}' if off < float('inf') else 'not finite')}"
-        for way, off in trial.off.items()
-    )
+    found = {way: f"{off:.2g}" if off < float("inf") else "not finite" for way, off in trial.off.items()}
+    return ", ".join(f"{way} {off}" for way, off in (found | trial.errors).items())
 
 
 def _sentence(error: Exception) -> str:

@@ -42,7 +42,7 @@ from pbrl_lightning.agents.self_check import check_model
 from pbrl_lightning.batches import AgentAnswer, TaskItem, TeamSample, TokenBatch
 from pbrl_lightning.checkpoints import read_checkpoint
 from pbrl_lightning.randomness import Stream
-from pbrl_lightning.sharding import all_adapter_parameters, deepcopy_detached, in_shares
+from pbrl_lightning.sharding import deepcopy_detached, in_shares, small_adapter_parameters
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
 from pbrl_lightning.utils.options import record_options
 
@@ -258,7 +258,7 @@ class AgentTeam(nn.Module):
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Reward models and critics may have adapters on the same backbone, too.
-        with kept_precise(all_adapter_parameters(self)):
+        with kept_precise(small_adapter_parameters(self)):
             return super()._apply(fn, recurse)
 
     def tokenizer(self, agent: int) -> PreTrainedTokenizerBase:

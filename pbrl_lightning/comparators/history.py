@@ -72,7 +72,7 @@ class HistoryComparator(Comparator):
             with ExitStack() as stack:
                 for agent, path in enumerate(agents):
                     parameters = team.agent_parameters(agent)
-                    values = read_adapter(path, parameters, str(team.adapter(agent)))
+                    values = read_adapter(path, team.backbone(agent), str(team.adapter(agent)), parameters)
                     stack.enter_context(adapter_values(parameters, values))
                 yield team
         else:

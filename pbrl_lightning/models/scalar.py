@@ -19,6 +19,7 @@ from pbrl_lightning.agents.adapters import (
     adapter_active,
     adapter_parameters,
     add_adapter,
+    explained,
     kept_precise,
     merge_adapter,
 )
@@ -40,7 +41,7 @@ from pbrl_lightning.batches import TokenBatch
 from pbrl_lightning.models.classifier import classifier_around, has_score_head, load_classifier, score_head
 from pbrl_lightning.models.head import ClassifierHead, ScalarHead, head_dtype
 from pbrl_lightning.models.text_end import KEY as TEXT_END_KEY
-from pbrl_lightning.sharding import all_adapter_parameters, assign, deepcopy_detached
+from pbrl_lightning.sharding import assign, deepcopy_detached, small_adapter_parameters
 from pbrl_lightning.utils.errors import ConfigurationError, RunError
 from pbrl_lightning.utils.options import record_options
 
@@ -239,7 +240,9 @@ class ScalarModel(nn.Module):
         if self.lora is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
-                inject_adapter_in_model(self.lora.to_peft(), classifier.base_model, adapter_name=self.adapter_name)
+                base = classifier.base_model
+                with explained(base, self.lora):
+                    inject_adapter_in_model(self.lora.to_peft(base), base, adapter_name=self.adapter_name)
             for parameter in adapter_parameters(classifier, self.adapter_name).values():
                 parameter.data = parameter.data.to(head_dtype(parameter))
         assert tokenizer is not None  # checked in the constructor
@@ -387,7 +390,7 @@ class ScalarModel(nn.Module):
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        with kept_precise(all_adapter_parameters(self)):
+        with kept_precise(small_adapter_parameters(self)):
             return super()._apply(fn, recurse)
 
     @override

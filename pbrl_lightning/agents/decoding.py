@@ -154,6 +154,7 @@ class OwnCacheRows(RecomputedRows):
     """The same with the cache, and the inputs, that the model's own ``generate`` makes: state spaces and hybrids."""
 
     model: Any
+    passes_positions = True
 
     @override
     def _group(self, ids: Tensor) -> _Group:
@@ -161,6 +162,8 @@ class OwnCacheRows(RecomputedRows):
         if self.model._supports_default_dynamic_cache():
             cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
             options["cache" if accepts(self.model, "cache") else "past_key_values"] = cache
+        if self.passes_positions and accepts(self.model, "position_ids"):
+            options["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return _Group(ids, torch.arange(len(ids), device=ids.device), options)
 
     @override
@@ -172,6 +175,21 @@ class OwnCacheRows(RecomputedRows):
         group.is_begun = True
         logits: Tensor = output.logits
         return logits[:, -1]
+
+
+class OwnPositionsRows(OwnCacheRows):
+    """The same for models that count positions by themselves, and otherwise than others."""
+
+    passes_positions = False
+
+
+KINDS: dict[str, type[DecodedRows]] = {
+    "batched": DecodedRows,
+    "own_cache": OwnCacheRows,
+    "own_positions": OwnPositionsRows,
+    "recomputed": RecomputedRows,
+}
+"""By :attr:`pbrl_lightning.agents.forward.Reading.sampling`."""
 
 
 @dataclass
@@ -195,7 +213,7 @@ def rows_for(model: nn.Module, width: int) -> type[DecodedRows]:
     """How rows of at most so many tokens are decoded: prompts are shared where the model's attention allows it."""
     reading = reading_of(model)
     if reading.sampling != "batched":
-        return OwnCacheRows if reading.sampling == "own_cache" else RecomputedRows
+        return KINDS[reading.sampling]
     decoder = decoder_of(model)
     shares = decoder is not None and may_exchange_attention(decoder, width) and _shares_truly(model)
     return SharingRows if shares else DecodedRows

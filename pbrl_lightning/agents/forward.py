@@ -35,13 +35,14 @@ class Reading:
         split: Logits may be computed from chosen hidden states; otherwise they are computed for all tokens.
         decoder: Name of the module below the head, if it is not the model's ``base_model``.
         sampling: How responses are decoded: ``batched`` in one padded batch, ``own_cache`` prompt by prompt with the
-            cache and the inputs that ``generate`` would use, ``recomputed`` prompt by prompt without a cache.
+            cache and the inputs that ``generate`` would use, ``own_positions`` the same without positions,
+            ``recomputed`` prompt by prompt without a cache.
     """
 
     padded: bool = True
     split: bool = True
     decoder: str | None = None
-    sampling: Literal["batched", "own_cache", "recomputed"] = "batched"
+    sampling: Literal["batched", "own_cache", "own_positions", "recomputed"] = "batched"
 
 
 READINGS: WeakKeyDictionary[nn.Module, Reading] = WeakKeyDictionary()

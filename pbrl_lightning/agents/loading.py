@@ -255,9 +255,34 @@ def eos_ids_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def context_length_of(model: Any) -> int | None:
-    """Most positions the model has, or None if it does not say."""
+    """Most positions the model has, or None if it does not say.
+
+    Where the configuration says that positions are read otherwise beyond some length (`longrope`), it is that length: a
+    token's logits would depend on how long its text becomes.
+    """
     config = getattr(model, "config", None)
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    limits = [getattr(config, name, None) for name in _POSITIONS]
+    limits = [next((limit for limit in limits if limit), None), switch_of(config), _learned_positions(model)]
+    return min((limit for limit in limits if limit), default=None)
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+
+
+def switch_of(config: Any) -> int | None:
+    """Tokens up to which `longrope` reads positions in one way, or None."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
+    lengths = [rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"]
+    return min((length for length in lengths if length), default=None)
+
+
+def _learned_positions(model: Any) -> int | None:
+    """Positions in the table of a model of RoBERTa's kind, whose first ones are of padding."""
+    modules = dict(model.named_modules()) if hasattr(model, "named_modules") else {}
+    tables = [module for name, module in modules.items() if name.endswith("position_embeddings")]
+    sizes = [(table.num_embeddings, table.padding_idx) for table in tables if isinstance(table, torch.nn.Embedding)]
+    return min((size - padding - 1 for size, padding in sizes if padding is not None), default=None)
 
 
 def vocabulary_of(model: Any) -> int | None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pbrl_lightning.agents.decoding import DecodedRows, OwnCacheRows, RecomputedRows
+from pbrl_lightning.agents.decoding import KINDS, DecodedRows, OwnCacheRows
 from pbrl_lightning.agents.forward import READINGS, Reading, SplitForward, base_decoder_of, decoder_of, without_extras
 from pbrl_lightning.agents.loading import vocabulary_of
 from pbrl_lightning.agents.packing import plain_layout
@@ -27,11 +27,8 @@ from pbrl_lightning.sharding import in_shares
 from pbrl_lightning.utils.errors import ConfigurationError
 
 _LENGTH, _PREFIX = 7, 4
-_SAMPLING: tuple[tuple[Literal["batched", "own_cache", "recomputed"], type[DecodedRows]], ...] = (
-    ("batched", DecodedRows),
-    ("own_cache", OwnCacheRows),
-    ("recomputed", RecomputedRows),
-)
+_SAMPLING: tuple[Literal["batched", "own_cache", "own_positions", "recomputed"], ...]
+_SAMPLING = "batched", "own_cache", "own_positions", "recomputed"
 _KNOWN: dict[object, Reading] = {}
 
 
@@ -207,13 +204,13 @@ def _scoring(model: nn.Module, batch: TokenBatch, plain: Tensor, trial: Trial, n
 
 def _sampling(
     model: nn.Module, ids: Tensor, plain: Tensor, trial: Trial, name: str
-) -> Literal["batched", "own_cache", "recomputed"]:
+) -> Literal["batched", "own_cache", "own_positions", "recomputed"]:
     # A step's texts: rows of two prompts of unequal length, of which the first leaves after a step.
     expected = plain[[3, 1, 4, 4, 2, 5, 3]]
-    for sampling, kind in _SAMPLING:
-        if sampling == "own_cache" and not hasattr(model, "prepare_inputs_for_generation"):
+    for sampling in _SAMPLING:
+        kind, way = KINDS[sampling], f"sampling, {sampling}"
+        if issubclass(kind, OwnCacheRows) and not isinstance(model, PreTrainedModel):
             continue
-        way = f"sampling, {sampling}"
         _try(trial, way, model, lambda kind=kind: _decoded(kind, model, ids), expected)  # type: ignore[misc]
         if _agrees(trial, way, model):
             return sampling
@@ -350,7 +347,7 @@ def _warn(model: nn.Module, name: str, trial: Trial) -> None:
         plain.append("it is given token ids padded on the right, without mask and positions")
     if not reading.split:
         plain.append("logits are computed for all tokens, since its head cannot be applied apart")
-    if reading.sampling == "own_cache":
+    if reading.sampling in ("own_cache", "own_positions"):
         plain.append("responses are decoded prompt by prompt with its own cache")
     if reading.sampling == "recomputed":
         plain.append("responses are decoded without a cache, each token from the whole text")

@@ -11,6 +11,7 @@ or writes it into the page between its markers.
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,16 +21,19 @@ from typing import Any
 
 import torch
 import transformers
-from families_parts.tiny import families, tiny_config, tiny_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pbrl_lightning.agents.decoding import rows_for
-from pbrl_lightning.agents.forward import reading_of
-from pbrl_lightning.agents.loading import context_length_of
-from pbrl_lightning.agents.logprobs import response_logps
-from pbrl_lightning.agents.self_check import check_model
-from pbrl_lightning.batches import TokenBatch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.families_parts.tiny import families, tiny_config, tiny_of  # noqa: E402
+from pbrl_lightning.agents.decoding import rows_for  # noqa: E402
+from pbrl_lightning.agents.forward import reading_of  # noqa: E402
+from pbrl_lightning.agents.loading import context_length_of  # noqa: E402
+from pbrl_lightning.agents.logprobs import response_logps  # noqa: E402
+from pbrl_lightning.agents.self_check import check_model  # noqa: E402
+from pbrl_lightning.batches import TokenBatch  # noqa: E402
 
 SHORT = 16
 LIMIT = 5e-3

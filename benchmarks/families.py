@@ -143,20 +143,20 @@ def samples_off(model: PreTrainedModel, lengths: list[int], room: int) -> tuple[
     """
     prompts = [list(_ids(length, start=3 + length)) for length in lengths]
     source = torch.arange(len(prompts)).repeat_interleave(2)
-    texts = [list(prompts[place]) for place in source.tolist()]
+    said = [[_id(5 * step + row) for step in range(room)] for row in range(len(source))]
+    texts = [prompts[place] + response for place, response in zip(source.tolist(), said, strict=True)]
+    logps = [plain_logps(model, text) for text in texts]
     kind = rows_for(model, max(lengths) + room)
-    rows, off = kind(model, prompts, source, room), 0.0
+    rows, off, first = kind(model, prompts, source, room), 0.0, 0
     for step in range(room):
-        expected = torch.stack([plain_logps(model, text)[-1] for text in texts])
+        places = [lengths[place] + step - 1 for place in source.tolist()]
+        expected = torch.stack([logps[row][places[row]] for row in range(first, len(source))])
         off = max(off, float((rows.logits.float().log_softmax(-1) - expected).abs().max()))
-        if step == room // 2 and len(texts) > 1:
-            rows.keep(torch.arange(1, len(texts)))
-            texts = texts[1:]
-        tokens = torch.tensor([_id(5 * step + row) for row in range(len(texts))])
-        for text, token in zip(texts, tokens.tolist(), strict=True):
-            text.append(token)
+        if step == room // 2 and not first:
+            rows.keep(torch.arange(1, len(source)))
+            first = 1
         if step + 1 < room:
-            rows.step(tokens)
+            rows.step(torch.tensor([response[step] for response in said[first:]]))
     names = {"own_cache": "own cache", "own_positions": "own cache", "recomputed": "recomputed"}
     return names.get(reading_of(model).sampling, "shared prompts" if kind.shares_prompts else "batched"), off
 

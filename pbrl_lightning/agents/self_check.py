@@ -151,8 +151,8 @@ def _tried(model: nn.Module, name: str) -> Trial | None:
         if not isinstance(model, PreTrainedModel) or _is_narrow(model):
             return None  # 16 bits on a CPU: it may be able to on the device it is meant for
         raise ConfigurationError(
-            f"{name} ({type(model).__name__}) cannot read token ids alone, as a causal language model of text does: "
-            f"{_sentence(error)}"
+            f"{name} ({type(model).__name__}) cannot be run on token ids alone, as a causal language model of text can "
+            f"(dtype {next(model.parameters()).dtype}, on {_device(model)}): {_sentence(error)}"
         ) from error
     if not plain.isfinite().all():
         return None
@@ -164,10 +164,17 @@ def _tried(model: nn.Module, name: str) -> Trial | None:
     trial = Trial()
     _try(trial, "a text's beginning", model, lambda: prefix, plain[:_PREFIX], [0] * _PREFIX)
     if not _agrees(trial, "a text's beginning", model):
+        change = trial.off["a text's beginning"]
+        _try(trial, "the same again", model, lambda: _plain(model, batch.input_ids[0]), plain, [0] * _LENGTH)
+        if not _agrees(trial, "the same again", model):
+            raise ConfigurationError(
+                f"{name} ({type(model).__name__}) gives other logits whenever it is asked: its forward is random or "
+                "keeps a state, and log-probabilities of responses would mean nothing"
+            )
         raise ConfigurationError(
-            f"{name} ({type(model).__name__}) predicts tokens from those after them (logits are off by "
-            f"{trial.off.pop(next(iter(trial.off))):.2g} of their size where a text goes on): responses can only be "
-            "learned with a causal model; architectures such as BERT's need `is_decoder: true` in their config.json"
+            f"{name} ({type(model).__name__}) predicts tokens from those after them (logits change by "
+            f"{change:.2g} of their size where a text goes on): responses can only be learned "
+            "with a causal model; architectures such as BERT's need `is_decoder: true` in their config.json"
         )
     trial.reading = _scoring(model, batch, plain, trial, name)
     trial.reading = replace(trial.reading, sampling=_sampling(model, batch.input_ids[0], plain, trial, name))
@@ -196,8 +203,8 @@ def _scoring(model: nn.Module, batch: TokenBatch, plain: Tensor, trial: Trial, n
         if _agrees(trial, way, model):
             return reading
     raise ConfigurationError(
-        f"{name} ({type(model).__name__}) gives other logits whenever it is asked again ({_differences(trial)}): its "
-        "forward is random or keeps a state"
+        f"{name} ({type(model).__name__}) cannot be scored: next to its plain forward its logits are wrong in every "
+        f"way of reading several texts ({_differences(trial)})"
     )
 
 
@@ -370,7 +377,8 @@ def _warn(model: nn.Module, name: str, trial: Trial) -> None:
 
 def _differences(trial: Trial) -> str:
     found = {way: f"{off:.2g}" if off < float("inf") else "not finite" for way, off in trial.off.items()}
-    return ", ".join(f"{way} {off}" for way, off in (found | trial.errors).items())
+    found |= {way: f"fails with {error.partition(':')[0]}" for way, error in trial.errors.items()}
+    return ", ".join(f"{way} {off}" for way, off in found.items())
 
 
 def _sentence(error: Exception) -> str:

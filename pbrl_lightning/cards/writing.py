@@ -142,7 +142,7 @@ def _trained(team: AgentTeam, agent: int) -> str:
     given = {"r": getattr(config, "r", None), "alpha": getattr(config, "lora_alpha", None)}
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, set | list):
-        given["target_modules"] = sorted(targets)
+        given["target_modules"] = sorted({target.rsplit(".")[-1] for target in targets})
     return f"an adapter trained, {code(options({key: value for key, value in given.items() if value is not None}))}"
 
 

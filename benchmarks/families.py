@@ -37,8 +37,8 @@ from pbrl_lightning.batches import TokenBatch  # noqa: E402
 
 SHORT = 16
 LIMIT = 5e-3
-"""Nats by which a token's log-probability may differ in float32. Most differ by 1e-5; NemotronH's scan and its single
-steps, both transformers' own, differ by 2e-3."""
+"""Nats by which a token's log-probability may differ in float32. Most differ by 1e-5; in NemotronH and Zamba2
+transformers' own scan and single steps differ by 2e-3."""
 
 BEGIN, END = "<!-- families -->", "<!-- /families -->"
 

@@ -9,9 +9,12 @@ from benchmarks.families import BEGIN, END, _batch, _id, _ids, plain_logps, row_
 from benchmarks.families_parts.tiny import families, tiny_of
 from helpers import assert_close
 from pbrl_lightning.agents.forward import reading_of
+from pbrl_lightning.agents.loading import Source, tiny_tokenizer
 from pbrl_lightning.agents.logprobs import response_logps
 from pbrl_lightning.agents.sampling import SamplingConfig, sample_responses
 from pbrl_lightning.agents.self_check import check_model
+from pbrl_lightning.models.classifier import load_classifier
+from pbrl_lightning.models.reward import JointRewardModel
 from pbrl_lightning.randomness import counted_uniforms
 from pbrl_lightning.utils.errors import ConfigurationError
 
@@ -102,6 +105,22 @@ def test_fault_B105_opt_hears_its_prompt():
 def test_fault_B111_what_cannot_be_read_rightly_is_refused(family, options, message):
     with pytest.raises(ConfigurationError, match=message):
         check_model(tiny_of(family, **options), "the model of agent 0")
+
+
+def test_a_reward_model_of_an_architecture_without_classifiers_is_refused(tmp_path):
+    tiny_of("mamba").save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"'mamba', of which transformers has no sequence classifier"):
+        load_classifier(Source(str(tmp_path)), "float32")
+
+
+@pytest.mark.filterwarnings("ignore:the reward model")
+@pytest.mark.parametrize("family", ["opt", "mixtral", "qwen3_next"])
+def test_scores_of_a_reward_model_do_not_depend_on_the_batch(family):
+    model = tiny_of(family)
+    reward = JointRewardModel(model, tokenizer=tiny_tokenizer(letters=True)).load()
+    texts = [(list(_ids(9, 2)), [_id(9), _id(4)]), (list(_ids(3, 5)), [_id(1)])]
+    with torch.no_grad():
+        assert_close(reward(_batch(texts)), torch.cat([reward(_batch([text])) for text in texts]), 1e-4)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "olmoe", "granitemoe"])

@@ -61,7 +61,8 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
 
     Raises:
         OSError: If the source cannot be loaded.
-        ConfigurationError: If it is a classifier of several outputs, or a saved reward model without its head.
+        ConfigurationError: If it is a classifier of several outputs, a saved reward model without its head, or of an
+            architecture without a sequence classifier.
     """
     with reading(f"the model {source.base!r}"):
         config = AutoConfig.from_pretrained(source.base)
@@ -70,6 +71,11 @@ def load_classifier(source: Source, dtype: str) -> tuple[Any, Tensor | None]:
     if is_classifier and config.num_labels != 1:
         raise ConfigurationError(
             f"{source.base!r} is a classifier of {config.num_labels} outputs; a reward model has one"
+        )
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ConfigurationError(
+            f"{source.base!r} is of the architecture {config.model_type!r}, of which transformers has no sequence "
+            "classifier, the form in which reward models and critics are kept; name another `model`"
         )
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()

@@ -49,8 +49,13 @@ def saved(directory, **options):
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float32) for kind in KINDS),
+        *((kind, torch.bfloat16) for kind in ("embedding", "whole modules", "rows of the embedding")),
+    ],
+)
 def test_fault_B113_history_reads_every_kind_of_adapter(tmp_path, kind, dtype):
     team = AgentTeam(saved(tmp_path, **KINDS[kind])).load().to(dtype)
     team.save(tmp_path / history_name(1))

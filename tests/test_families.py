@@ -22,7 +22,13 @@ PAGE = (Path(__file__).parent.parent / "docs/models.md").read_text(encoding="utf
 LISTED = PAGE.partition(BEGIN)[2].partition(END)[0]
 
 # The usual ones; heads reached otherwise; positions of their own; no cache of keys; both kinds of layers; experts.
-SAMPLE = ["llama", "gpt2", "opt", "bart", "roberta", "mamba", "jamba", "lfm2", "qwen3_next", "phi3", "mixtral"]
+SAMPLE = [
+    *("llama", "opt", "bart", "mamba", "qwen3_next"),
+    *(
+        pytest.param(family, marks=pytest.mark.slow)
+        for family in ("gpt2", "roberta", "jamba", "lfm2", "phi3", "mixtral", "recurrent_gemma", "bloom")
+    ),
+]
 
 
 @pytest.mark.filterwarnings("ignore:the model")
@@ -42,7 +48,13 @@ def test_the_page_lists_every_family_of_the_installed_transformers():
 
 
 @pytest.mark.filterwarnings("ignore:the model")
-@pytest.mark.parametrize("family", ["llama", "opt", "bart", "mamba", "jamba", "granitemoehybrid", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("opt", "mamba", "jamba", "qwen3_next"),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "bart", "granitemoehybrid", "lfm2")),
+    ],
+)
 @torch.no_grad()
 def test_greedy_responses_are_those_of_generate(family):
     model = tiny_of(family)

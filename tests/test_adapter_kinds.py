@@ -136,7 +136,7 @@ def test_target_modules_that_a_model_has_not_are_refused_with_those_it_has():
 
 
 def test_adapters_with_biases_are_refused_in_a_sentence(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"adapter_1' cannot be put on LlamaForCausalLM: .*only 1 adapter"):
+    with pytest.raises(ConfigurationError, match=r"adapter_1' cannot be loaded: .*only 1 adapter"):
         AgentTeam(saved(tmp_path, bias="lora_only")).load()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.dataset_items import BUILDERS, PREFIX, checked_object, file_rows, named_rows
 from pbrl_lightning.importing import import_object, package_file
+from pbrl_lightning.text_gate import encodable
 from pbrl_lightning.utils.errors import ConfigurationError, MissingFileError, file_error
 
 Items = str | Iterable[TaskItem] | Callable[[], Iterable[TaskItem]]
@@ -55,7 +56,7 @@ def load_items(given: Any, name: str) -> list[TaskItem]:
             raise ConfigurationError(
                 f"{where} must be a list of dicts, but item {index} is {type(item).__name__}: {item!r:.80}"
             )
-    return items
+    return [encodable(item) for item in items]
 
 
 def source_names(**given: Any) -> dict[str, str]:

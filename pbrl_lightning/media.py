@@ -83,9 +83,15 @@ def _place(logger: CSVLogger, kind: str, name: str, ending: str) -> Path:
     return directory / (name.replace("/", "_") + ending)
 
 
+def _inert(cell: Any) -> Any:
+    """A cell that no spreadsheet takes for a formula: an apostrophe before a text that begins as one."""
+    return f"'{cell}" if isinstance(cell, str) and cell.lstrip(" ").startswith((*"=+-@\t\r\n",)) else cell
+
+
 def _append(path: Path, columns: list[str], rows: list[list[Any]]) -> None:
     new = not path.exists()
+    safe = [[_inert(cell) for cell in row] for row in rows]
     # A model may write halves of characters, which UTF-8 has no form for.
     with path.open("a", newline="", encoding="utf-8", errors="replace") as file:
         writer = csv.writer(file)
-        writer.writerows([columns, *rows] if new else rows)
+        writer.writerows([columns, *safe] if new else safe)

@@ -21,6 +21,7 @@ from pbrl_lightning.agents.sampling import SampledIds, SamplingConfig, sample_re
 from pbrl_lightning.agents.self_check import check_model
 from pbrl_lightning.batches import AgentAnswer, Response, TaskItem
 from pbrl_lightning.randomness import Stream, counted_uniforms
+from pbrl_lightning.text_gate import encodable_text
 from pbrl_lightning.timing import spending
 from pbrl_lightning.utils.errors import ConfigurationError
 
@@ -174,5 +175,5 @@ def _sample(team: AgentTeam, asked: list[_Questions], draws: Draws) -> list[list
 
 
 def _response(team: AgentTeam, agent: int, row: SampledIds) -> Response:
-    text = str(team.tokenizer(agent).decode(row.token_ids, skip_special_tokens=True))
+    text = encodable_text(str(team.tokenizer(agent).decode(row.token_ids, skip_special_tokens=True)))
     return Response(text, row.token_ids, row.finished)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from pbrl_lightning.agents.conversations import Message, checked_messages, conversation_of, is_chat
 from pbrl_lightning.batches import TaskItem
 from pbrl_lightning.importing import import_object
+from pbrl_lightning.text_gate import control_tokens, encodable_text, is_null, map_texts, neutralize
 from pbrl_lightning.utils.errors import ConfigurationError
 
 Formatter = Callable[[TaskItem], Any]
@@ -29,7 +30,25 @@ def _whole_fields(template: str) -> set[str]:
     return {name for _, name, _, _ in FieldParser().parse(template) if name}
 
 
-def _fill(template: str, item: Mapping[str, Any]) -> str:
+class _EmptyNulls(FieldParser):
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        value, key = super().get_field(field_name, args, kwargs)
+        return ("" if is_null(value) else value), key
+
+
+def _check_nulls(template: str, item: Mapping[str, Any]) -> None:
+    for _, field, _, _ in FieldParser().parse(template):
+        if not field:
+            continue
+        value, _ = FieldParser().get_field(field, (), _Fields(item))
+        if is_null(value):
+            raise ConfigurationError(
+                f"the template {template!r} puts in the field {field!r}, which is {value} in the task item: give it a "
+                "text, or set `empty_nulls` of the template to have an empty text there"
+            )
+
+
+def _fill(template: str, item: Mapping[str, Any], empty_nulls: bool = False) -> str:
     try:
         for field in _whole_fields(template):
             if is_chat(item.get(field)):
@@ -38,6 +57,9 @@ def _fill(template: str, item: Mapping[str, Any]) -> str:
                     "messages: `{prompt}` alone keeps them, ChatTemplate puts its text in the place of the last one's, "
                     "and a callable may do anything else"
                 )
+        if empty_nulls:
+            return _EmptyNulls().vformat(template, (), _Fields(item))
+        _check_nulls(template, item)
         return template.format_map(_Fields(item))
     except (IndexError, KeyError, AttributeError) as error:
         raise ConfigurationError(f"the template {template!r} cannot be filled from the task item: {error}") from error
@@ -48,6 +70,10 @@ class PromptTemplate:
 
     ``{prompt}`` alone leaves a conversational item's messages as they are.
 
+    Args:
+        text: The template.
+        empty_nulls: Put in an empty text for a field that is null or NaN, instead of refusing the item.
+
     Example:
         >>> PromptTemplate("Explain: {prompt}")({"prompt": "rain"})
         'Explain: rain'
@@ -55,13 +81,14 @@ class PromptTemplate:
         [{'role': 'user', 'content': 'Hi'}]
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, empty_nulls: bool = False) -> None:
         self.text = text
+        self.empty_nulls = empty_nulls
 
     def __call__(self, item: TaskItem) -> str | list[Message]:
         """The prompt of one task item."""
         messages = conversation_of(item, self.text[1:-1]) if self.text in ("{prompt}", "{messages}") else None
-        return _fill(self.text, item) if messages is None else messages
+        return _fill(self.text, item, self.empty_nulls) if messages is None else messages
 
 
 class ChatTemplate:
@@ -71,6 +98,11 @@ class ChatTemplate:
     for the text of the last message, which gets the new text; the messages before it stay. A system message goes before
     the item's own, in one message.
 
+    Args:
+        user: The template of the user's message.
+        system: The template of the system message; None for none.
+        empty_nulls: Put in an empty text for a field that is null or NaN, instead of refusing the item.
+
     Example:
         >>> ChatTemplate("{prompt}", system="Be brief.")({"prompt": "Hi"})[1]
         {'role': 'user', 'content': 'Hi'}
@@ -79,9 +111,10 @@ class ChatTemplate:
         {'role': 'user', 'content': 'Explain: rain'}
     """
 
-    def __init__(self, user: str = "{prompt}", system: str | None = None) -> None:
+    def __init__(self, user: str = "{prompt}", system: str | None = None, empty_nulls: bool = False) -> None:
         self.user = user
         self.system = system
+        self.empty_nulls = empty_nulls
 
     def __call__(self, item: TaskItem) -> list[Message]:
         """The messages of one task item."""
@@ -93,10 +126,10 @@ class ChatTemplate:
                 raise ConfigurationError(
                     f"the template {self.user!r} is for a user's message, but the last one's role is {last['role']!r}"
                 )
-        messages = [*before, {**last, "content": _fill(self.user, item)}]
+        messages = [*before, {**last, "content": _fill(self.user, item, self.empty_nulls)}]
         if self.system is None:
             return messages
-        system = {"role": "system", "content": _fill(self.system, item)}
+        system = {"role": "system", "content": _fill(self.system, item, self.empty_nulls)}
         if messages[0]["role"] == "system":
             system["content"] += f"\n\n{messages.pop(0)['content']}"
         return [system, *messages]
@@ -176,8 +209,16 @@ def check_conversations(formatters: Sequence[Formatter], items: Iterable[TaskIte
             raise ConfigurationError(f"`{name}`: task item {index}: {error}") from error
 
 
+def gated_item(item: TaskItem, tokenizer: PreTrainedTokenizerBase) -> TaskItem:
+    """A task item whose control tokens are text; itself if it has none."""
+    controls = control_tokens(tokenizer)
+    gated: TaskItem = map_texts(item, lambda text: neutralize(encodable_text(text), controls))
+    return gated
+
+
 def render_prompt(formatter: Formatter, item: TaskItem, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt text of one task item for one agent."""
+    """The prompt text of one task item for one agent; control tokens that the item writes out are text in it."""
+    item = gated_item(item, tokenizer)
     prompt = made_prompt(formatter, item)
     return prompt if isinstance(prompt, str) else render_chat(prompt, tokenizer)
 
@@ -210,6 +251,8 @@ def render_messages(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool
 ) -> str:
     """Chat messages of a pair file as text: by the tokenizer's chat template, or as ``role: content`` without one."""
+    controls = control_tokens(tokenizer)
+    messages = map_texts(messages, lambda text: neutralize(encodable_text(text), controls))
     if tokenizer.chat_template:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
     return render_plainly(messages, add_generation_prompt)
@@ -246,10 +289,13 @@ def plain_text(prompt: str | list[Message]) -> str:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a prompt: special tokens added unless the text already begins with the BOS text; never empty."""
-    bos = tokenizer.bos_token
-    has_bos = bool(bos) and text.startswith(str(bos))
-    ids = list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+    """Token ids of a prompt: special tokens added unless the text already begins with one; never empty.
+
+    Data cannot begin with one (:func:`render_prompt`): it is a template's own, which then wrote all there is to be.
+    """
+    text = encodable_text(text)
+    begun = text.startswith(tuple(control_tokens(tokenizer)))
+    ids = list(tokenizer(text, add_special_tokens=not begun)["input_ids"])
     # Some tokenizers close every text with EOS: a prompt is not a finished text.
     if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token)):
         ids.pop()
@@ -263,7 +309,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a response text, without special tokens."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(encodable_text(text), add_special_tokens=False)["input_ids"])
 
 
 def joint_prompt(prompts: Sequence[str]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from typing_extensions import override
 
@@ -19,6 +19,7 @@ from pbrl_lightning.batches import AgentAnswer, Response, TaskItem, TeamSample
 from pbrl_lightning.comparators.base import CentralizedGeneration, CollectionPhase, Comparator, Speaker
 from pbrl_lightning.concurrency import each, run_to_end
 from pbrl_lightning.remote import ApiClient, ApiEndpoint, ApiRequest, ApiUnavailableError
+from pbrl_lightning.text_gate import Thoughts, control_tokens, encodable_text, neutralize, split_thoughts
 from pbrl_lightning.utils.errors import ConfigurationError
 
 
@@ -36,6 +37,8 @@ class ApiComparator(Comparator):
             as such, where the format has them.
         num_candidates: See :class:`Comparator`.
         centralized: See :class:`Comparator`.
+        thoughts: ``strip`` takes the ``<think>…</think>`` before an answer away, counted as ``stripped_thoughts``; an
+            answer of thoughts alone is left out. ``keep`` leaves it as part of the answer.
     """
 
     is_remote = True
@@ -47,10 +50,14 @@ class ApiComparator(Comparator):
         formatters: Any = None,
         num_candidates: int | None = None,
         centralized: CentralizedGeneration | None = None,
+        thoughts: Thoughts = "strip",
     ) -> None:
         super().__init__(num_candidates, centralized=centralized)
+        if thoughts not in get_args(Thoughts):
+            raise ConfigurationError(f"`thoughts` must be 'strip' or 'keep', got {thoughts!r}")
         self.endpoint = endpoint
         self.formatters = formatters
+        self.thoughts = thoughts
 
     @override
     def check(self, team: AgentTeam) -> None:
@@ -62,12 +69,16 @@ class ApiComparator(Comparator):
         # Not the limits: who is asked again with a longer timeout is the same.
         asked = self.endpoint
         where = [asked.url, asked.kind, asked.model, asked.extra_body, asked.parameter_names, asked.response_field]
-        return [type(self), where, self.formatters, self.num_candidates, self.centralized]
+        kept = [] if self.thoughts == "strip" else [self.thoughts]
+        return [type(self), where, self.formatters, self.num_candidates, self.centralized, *kept]
 
     @override
     @contextmanager
     def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
-        yield ApiSpeaker(self.endpoint, self.role_formatters(team) or team.formatters, phase, team.counts)
+        controls = frozenset().union(*(control_tokens(team.tokenizer(agent)) for agent in range(team.num_agents)))
+        yield ApiSpeaker(
+            self.endpoint, self.role_formatters(team) or team.formatters, phase, team.counts, controls, self.thoughts
+        )
 
 
 @dataclass(frozen=True)
@@ -97,15 +108,25 @@ class ApiSpeaker:
         formatters: Item to prompt, one per role.
         phase: The collection: its journal and progress.
         counts: Where candidates that did not come are counted.
+        controls: Control tokens of the team, which are text in an answer.
+        thoughts: See :class:`ApiComparator`.
     """
 
     def __init__(
-        self, endpoint: ApiEndpoint, formatters: list[Formatter], phase: CollectionPhase, counts: dict[str, int]
+        self,
+        endpoint: ApiEndpoint,
+        formatters: list[Formatter],
+        phase: CollectionPhase,
+        counts: dict[str, int],
+        controls: Collection[str] = (),
+        thoughts: Thoughts = "strip",
     ) -> None:
         self.endpoint = endpoint
         self.formatters = formatters
         self._phase = phase
         self._counts = counts
+        self._controls = controls
+        self._thoughts = thoughts
         self._failures_in_a_row = 0
         self._left_out: Counter[str] = Counter()
 
@@ -208,7 +229,7 @@ class ApiSpeaker:
     def _found(self, question: _Question, indices: range) -> AgentAnswer:
         journal = self._phase.journal
         keys = {index: _key(question, index) for index in indices}
-        texts = {index: journal[key] for index, key in keys.items() if key in journal}
+        texts = {index: self._gated(journal[key]) for index, key in keys.items() if key in journal}
         responses = {index: Response(text, [], True) for index, text in texts.items() if text is not None}
         reasons = ", ".join(f"{count} {reason}" for reason, count in self._left_out.most_common())
         for _ in range(len(indices) - len(responses)):
@@ -220,6 +241,39 @@ class ApiSpeaker:
                 "further ones are counted as `missing_comparator_responses`",
             )
         return AgentAnswer(plain_text(question.prompt), responses)
+
+    def _gated(self, answer: str | None) -> str | None:
+        if answer is None:
+            return None
+        text = encodable_text(answer)
+        if text != answer:
+            warn_once(
+                self._counts,
+                "unencodable_texts",
+                f"an answer of {self.endpoint.address} holds half a character or NUL, which becomes U+FFFD; further "
+                "ones are counted as `unencodable_texts`",
+            )
+        if self._thoughts == "strip":
+            thoughts, rest = split_thoughts(text)
+            if thoughts:
+                warn_once(
+                    self._counts,
+                    "stripped_thoughts",
+                    f"an answer of {self.endpoint.address} begins with thoughts, which are taken away (`thoughts`: "
+                    "keep leaves them); further ones are counted as `stripped_thoughts`",
+                )
+                if not rest:
+                    return None
+                text = rest
+        inert = neutralize(text, self._controls)
+        if inert != text:
+            warn_once(
+                self._counts,
+                "neutralized_texts",
+                f"an answer of {self.endpoint.address} writes out a control token, which is kept as text; further "
+                "ones are counted as `neutralized_texts`",
+            )
+        return inert
 
 
 def _key(question: _Question, index: int) -> tuple[str | int, ...]:

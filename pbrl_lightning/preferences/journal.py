@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from pbrl_lightning.batches import Response, TeamSample
 from pbrl_lightning.durable import sync_directory
+from pbrl_lightning.text_gate import encodable
 from pbrl_lightning.timing import spending
 
 Key = tuple[str | int, ...]
@@ -139,5 +140,5 @@ def _read(path: Path) -> dict[Key, Any]:
     for line in path.read_bytes().split(b"\n")[:-1]:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             key, value = json.loads(line)
-            entries[tuple(key)] = value
+            entries[tuple(key)] = encodable(value)
     return entries

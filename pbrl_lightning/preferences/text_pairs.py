@@ -19,6 +19,7 @@ from pbrl_lightning.preferences._records import (
     describe,
     pair_from_record,
 )
+from pbrl_lightning.text_gate import encodable
 
 Render: TypeAlias = Callable[[list[dict[str, str]], bool], str]
 _Messages: TypeAlias = list[dict[str, str]]
@@ -120,7 +121,7 @@ def _pair_of_object(where: str, record: object, render: Render) -> PreferencePai
 
 def _decode(where: str, line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys)
+        return encodable(json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys))
     except json.JSONDecodeError as error:  # its own message would count lines from here
         raise RoundFileError(f"{where}: not a whole JSON text: {error.msg} at column {error.colno}") from error
     except ValueError as error:

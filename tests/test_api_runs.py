@@ -155,6 +155,25 @@ def ragged(seen):
     return Reply({"choices": [{"index": index, "message": message} for index, message in enumerate(messages)]})
 
 
+def nasty(seen):
+    said = ["<think>Hm.</think> Rain.", "half \ud83d", "end</s>of", "<think>Hm"]
+    return Reply({"choices": [{"index": index, "message": {"content": text}} for index, text in enumerate(said)]})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_fault_B92_B108_B110_nasty_answers_are_gated_and_counted(tmp_path):
+    with FakeApi(nasty) as api:
+        (found,), _, logged = fit(tmp_path / "strip", ApiComparator(endpoint(api)))
+        (kept,), _, kept_counts = fit(tmp_path / "keep", ApiComparator(endpoint(api), thoughts="keep"))
+    texts = {text for pair in found for side in ("winner", "loser") for text in pair[f"{side}_completions"]}
+    assert texts >= {"Rain.", "half \ufffd", "end<\u200b/s>of"}
+    assert not any("think" in text for text in texts)
+    assert logged["collect/unencodable_texts"] == logged["collect/neutralized_texts"] == 6
+    assert (logged["collect/stripped_thoughts"], logged[LEFT_OUT]) == (12, 6)
+    assert any("<think>" in text for pair in kept for text in pair["winner_completions"] + pair["loser_completions"])
+    assert "collect/stripped_thoughts" not in kept_counts
+
+
 def test_fault_B96_B98_candidates_that_do_not_come_leave_their_index_out(tmp_path, recwarn):
     items = MANY[:4]
     with FakeApi(ragged) as api:

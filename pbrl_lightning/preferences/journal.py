@@ -128,10 +128,10 @@ def sample_to_json(sample: TeamSample) -> dict[str, Any]:
 def sample_from_json(item_index: int, data: dict[str, Any]) -> TeamSample:
     """What :func:`sample_to_json` gave."""
     responses = [
-        {index: Response(text, ids, finished) for index, text, ids, finished in entries}
+        {index: Response(encodable(text), ids, finished) for index, text, ids, finished in entries}
         for entries in data["responses"]
     ]
-    return TeamSample(item_index, data["prompts"], responses, data["prompt_ids"], data["joint_tokens"])
+    return TeamSample(item_index, encodable(data["prompts"]), responses, data["prompt_ids"], data["joint_tokens"])
 
 
 def _read(path: Path) -> dict[Key, Any]:
@@ -140,5 +140,5 @@ def _read(path: Path) -> dict[Key, Any]:
     for line in path.read_bytes().split(b"\n")[:-1]:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             key, value = json.loads(line)
-            entries[tuple(key)] = encodable(value)
+            entries[tuple(key)] = value
     return entries

@@ -6,6 +6,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -99,9 +100,10 @@ def pair_from_row(where: str, record: object, render: Render | None = None) -> P
         RoundFileError: If it has none of the formats.
     """
     try:
-        return _pair_of_object(where, record, render or render_plainly)
+        pair = _pair_of_object(where, record, render or render_plainly)
     except RecursionError as error:
         raise RoundFileError(f"{where}: lists or objects are nested too deeply") from error
+    return replace(pair, **{key: encodable(getattr(pair, key)) for key in _TEXT_KEYS})
 
 
 def _pair_of_object(where: str, record: object, render: Render) -> PreferencePair:
@@ -121,7 +123,7 @@ def _pair_of_object(where: str, record: object, render: Render) -> PreferencePai
 
 def _decode(where: str, line: bytes) -> Any:
     try:
-        return encodable(json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys))
+        return json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:  # its own message would count lines from here
         raise RoundFileError(f"{where}: not a whole JSON text: {error.msg} at column {error.colno}") from error
     except ValueError as error:

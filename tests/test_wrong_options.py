@@ -295,3 +295,9 @@ def test_other_values_are_read_as_before():
     assert templates.load("model:\n  formatters: {prompt}\n") == {"model": {"formatters": "{prompt}"}}
     assert templates.load("{top_k: null}") == {"top_k": None}
     assert templates.load("{class_path: X, init_args: {user: 'Q: {q}'}}")["init_args"] == {"user": "Q: {q}"}
+
+
+@pytest.mark.parametrize(("command", "name"), [("check", "paths"), ("compare", "runs")])
+def test_a_missing_argument_that_has_no_dashes_is_not_asked_for_with_them(command, name):
+    with pytest.raises(SystemExit, match=f"`{name}` must be given\n"):
+        main([command])

@@ -123,7 +123,8 @@ class ClearErrors(ArgumentParser):
             of = "" if self.described is None else f" to {self.described.__name__}"
             first, *others = [name.removeprefix(f"{self._command_of(name)}.") for name in names]
             more = f" (and {', '.join(others)})" if others else ""
-            how = "" if of else f": as `--{first}`, or in a file that `--config` names"
+            positional = any(action.dest == first and not action.option_strings for action in self._actions)
+            how = "" if of or positional else f": as `--{first}`, or in a file that `--config` names"
             return OptionError(first, f"must be given{of}{more}{how}", owner=self.described)
         if message.startswith("argument "):
             name, _, what = message.removeprefix("argument ").partition(": ")

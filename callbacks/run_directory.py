@@ -19,7 +19,7 @@ from pbrl_lightning.hyperparameters import log_options
 from pbrl_lightning.leftovers import remove_leftovers
 from pbrl_lightning.reporting.runs import CURVES
 from pbrl_lightning.rounds import RoundCallback
-from pbrl_lightning.run_directory import directory_of_checkpoint, run_directory, settle_run
+from pbrl_lightning.run_directory import directory_of_checkpoint, run_directory, settle_rows, settle_run
 
 
 class RunDirectory(RoundCallback):
@@ -38,9 +38,11 @@ class RunDirectory(RoundCallback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         # Every callback's is called before any of them takes its state.
         confine_checkpoint_paths(trainer, checkpoint)
+        settle_rows(trainer, resumed=True)
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        settle_rows(trainer, resumed=False)
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _clear_up(trainer)
         log_options(trainer, pl_module)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ from pbrl_lightning.rounds import (
     log_to,
     notify,
 )
-from pbrl_lightning.run_directory import begin_run, continue_run
+from pbrl_lightning.run_directory import begin_run, continue_run, set_rows_aside
 from pbrl_lightning.schedule import Position, RoundSchedule
 from pbrl_lightning.utils.errors import ConfigurationError, OptionTypeError, RunError
 from pbrl_lightning.utils.options import record_options
@@ -210,6 +210,10 @@ class PreferenceDataModule(L.LightningDataModule):
     def env_step(self) -> int:
         """Joint responses sampled for training so far, both sides."""
         return self._progress.env_step
+
+    @override
+    def prepare_data(self) -> None:
+        set_rows_aside(self._trainer)  # the last call before Lightning opens the loggers
 
     @override
     def setup(self, stage: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ DEFAULT_NAME = "lightning_logs"
 """The folder of runs without a name, as in Lightning."""
 
 CHECKPOINTS = "checkpoints"
+_KEPT_ROWS = "metrics_earlier.csv"
 """Where a run's directory holds its checkpoints."""
 
 
@@ -230,19 +232,58 @@ def _may_choose(trainer: L.Trainer, logger: Any) -> bool:
     return logger._version is None or getattr(trainer, "has_default_logger", False)
 
 
+def set_rows_aside(trainer: L.Trainer) -> None:
+    """Opens CSV loggers whose version the user gave without losing an earlier ``metrics.csv``, which Lightning removes.
+
+    Called before Lightning opens loggers, which is before it is known whether the run is resumed.
+    """
+    if not trainer.is_global_zero or trainer.fast_dev_run or trainer.state.fn != "fit":  # type: ignore[attr-defined]
+        return
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger) and logger._version is not None and logger._experiment is None:
+            _open_beside_rows(logger)
+
+
+def settle_rows(trainer: L.Trainer, resumed: bool) -> None:
+    """A resumed run's CSV loggers go on in the file with its rows; rows of another run get a file with a number.
+
+    Args:
+        trainer: The run's, before anything is logged.
+        resumed: Whether the run goes on from a checkpoint.
+    """
+    if not trainer.is_global_zero:
+        return
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger) and (kept := Path(logger.log_dir) / _KEPT_ROWS).is_file():
+            if resumed:
+                _put_back_rows(logger, kept)
+            else:
+                numbered = (kept.with_name(f"metrics_{number}.csv") for number in itertools.count(1))
+                os.replace(kept, next(path for path in numbered if not path.exists()))
+
+
 def _keep_rows(logger: CSVLogger) -> None:
-    """Opens a CSV logger in a directory with an earlier ``metrics.csv``, which Lightning would remove."""
+    """Opens a CSV logger in a directory with an earlier ``metrics.csv``, and goes on in that file."""
+    if _open_beside_rows(logger):
+        _put_back_rows(logger, Path(logger.log_dir) / _KEPT_ROWS)
+
+
+def _open_beside_rows(logger: CSVLogger) -> bool:
     path = Path(logger.log_dir) / "metrics.csv"
     if not path.is_file():
-        return
-    kept = path.with_name("metrics_earlier.csv")
-    os.replace(path, kept)
+        return False
+    os.replace(path, path.with_name(_KEPT_ROWS))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*exists and is not empty")
-        writer = logger.experiment
+        _ = logger.experiment
+    return True
+
+
+def _put_back_rows(logger: CSVLogger, kept: Path) -> None:
+    path = kept.with_name("metrics.csv")
     os.replace(kept, path)
     with path.open(encoding="utf-8", newline="") as file:
-        writer.metrics_keys = next(csv.reader(file), [])
+        logger.experiment.metrics_keys = next(csv.reader(file), [])
 
 
 def _same(first: Path, second: Path) -> bool:

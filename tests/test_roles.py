@@ -24,6 +24,7 @@ from pbrl_lightning.comparators.local import CurrentComparator, CurrentCopyCompa
 from pbrl_lightning.preferences.collector import Collector
 from pbrl_lightning.preferences.oracle import Oracle
 from pbrl_lightning.randomness import counted_uniforms
+from pbrl_lightning.text_gate import encodable_text
 from training_runs import (
     ITEMS,
     SAMPLING,
@@ -152,7 +153,7 @@ def by_hand(model, text, index, agent):
             ids.append(int(kept[int((cumulative <= uniform * cumulative[-1]).sum())]))
             if ids[-1] == 1:
                 break
-        said.append(tiny_tokenizer().decode(ids[start:], skip_special_tokens=True))
+        said.append(encodable_text(tiny_tokenizer().decode(ids[start:], skip_special_tokens=True)))
     return said
 
 

@@ -1,5 +1,6 @@
 """One directory per run: with any logger, several or none; resumed runs; the options that loggers get."""
 
+import csv
 import importlib.util
 import inspect
 import json
@@ -38,6 +39,7 @@ from pbrl_lightning.callbacks.run_directory import parts_elsewhere, where
 from pbrl_lightning.cli import main
 from pbrl_lightning.collecting import PreferenceTrainer
 from pbrl_lightning.hyperparameters import run_options
+from pbrl_lightning.preferences.round_files import ForeignReplayError
 from pbrl_lightning.reporting.runs import read_run
 from pbrl_lightning.run_directory import _decide, name_of_directory, run_directory
 from pbrl_lightning.utils.errors import ConfigurationError
@@ -270,6 +272,23 @@ def test_a_run_that_the_command_line_resumes_continues_in_its_directory_with_its
     if kind == "tensorboard":  # with another root it begins a new directory
         run(*rounds(3), "--ckpt_path", str(directory), "--trainer.default_root_dir", "other")
         assert contents(Path("other/lightning_logs")) == {"version_0"}
+
+
+def test_a_run_that_python_resumes_with_the_version_of_its_csv_logger_keeps_its_rows(tmp_path):
+    options = {"log_every_n_steps": 1, "enable_checkpointing": True}
+    first = fit(trainer_of(tmp_path, logger=CSVLogger(tmp_path, name="csv", version=0), **options))
+    before = read_run(first).series["train/loss"].values
+    checkpoint = str(next(first.glob("checkpoints/*.ckpt")))
+    trainer = trainer_of(tmp_path, logger=CSVLogger(tmp_path, name="csv", version=0), **options)
+    assert fit(trainer, rounds=2, ckpt_path=checkpoint, weights_only=True) == first
+    after = read_run(first).series["train/loss"].values
+    assert after[: len(before)] == before
+    assert len(after) > len(before) > 0
+    again = trainer_of(tmp_path, logger=CSVLogger(tmp_path, name="csv", version=0), **options)
+    with pytest.raises(ForeignReplayError):  # another run cannot have the directory, and costs no row
+        fit(again)
+    with (first / "metrics_1.csv").open() as file:
+        assert len([row for row in csv.DictReader(file) if row["train/loss"]]) == len(after)
 
 
 def test_rows_of_a_csv_logger_survive_a_kill_while_it_opens(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
 from pbrl_lightning import AgentTeam, LoraOptions
 from pbrl_lightning.agents.adapters import read_adapter
@@ -188,7 +189,7 @@ def test_damaged_models_are_named(models, tmp_path, source, file, damage):
             load_classifier(resolve_source(str(tmp_path / "copy")), "float32")
     if file.startswith("adapter") and damage is cut:
         with pytest.raises(ConfigurationError, match="cannot be loaded"):
-            read_adapter(tmp_path / "copy", {}, "agent_0")
+            read_adapter(tmp_path / "copy", nn.Module(), "agent_0", {})
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):

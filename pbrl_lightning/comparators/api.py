@@ -75,7 +75,9 @@ class ApiComparator(Comparator):
     @override
     @contextmanager
     def session(self, team: AgentTeam, phase: CollectionPhase) -> Iterator[Speaker]:
-        controls = frozenset().union(*(control_tokens(team.tokenizer(agent)) for agent in range(team.num_agents)))
+        # To speak needs no model of the team; a collection has loaded it.
+        readers = range(team.num_agents if team.is_loaded else 0)
+        controls = frozenset[str]().union(*(control_tokens(team.tokenizer(agent)) for agent in readers))
         yield ApiSpeaker(
             self.endpoint, self.role_formatters(team) or team.formatters, phase, team.counts, controls, self.thoughts
         )

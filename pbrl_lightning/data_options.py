@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pbrl_lightning.agents.prompts import check_conversations
+from pbrl_lightning.agents.prompts import check_prompts
 from pbrl_lightning.preferences.replay import CurrentReplay, ReplayBuffer
 from pbrl_lightning.preferences.selection import validate_selection
 from pbrl_lightning.utils.errors import raise_together
@@ -132,8 +132,8 @@ def validate_run(data: PreferenceDataModule, module: LearnerModule) -> None:
 
 
 def validate_items(data: PreferenceDataModule, module: TeamModule) -> None:
-    """Raises a ValueError if a task item is a conversation that the team's templates cannot read."""
+    """Raises a ValueError if there is a task item that the team's templates cannot read."""
     formatters = module.team.formatters if module.team.roles is None else module.team.roles.formatters
-    check_conversations(formatters, data.items, "items")
+    check_prompts(formatters, data.items, "items")
     if data.evaluator is not None:
-        check_conversations(formatters, data.evaluator.items, "eval_items")
+        check_prompts(formatters, data.evaluator.items, "eval_items")

@@ -184,8 +184,8 @@ def made_prompt(formatter: Formatter, item: TaskItem) -> str | list[Message]:
     raise ConfigurationError(f"a formatter must return a string or a list of chat messages, got {prompt!r}")
 
 
-def check_conversations(formatters: Sequence[Formatter], items: Iterable[TaskItem], name: str) -> None:
-    """Finds malformed messages before anything is loaded, where templates of this library read them.
+def check_prompts(formatters: Sequence[Formatter], items: Iterable[TaskItem], name: str) -> None:
+    """Finds items that templates of this library cannot read, before anything is loaded.
 
     Args:
         formatters: Of all agents.
@@ -193,20 +193,19 @@ def check_conversations(formatters: Sequence[Formatter], items: Iterable[TaskIte
         name: What to call them in errors.
 
     Raises:
-        ConfigurationError: Names the item and the message.
+        ConfigurationError: Names the item, and the agent or the message.
     """
-    templates = [made for made in formatters if isinstance(made, PromptTemplate | ChatTemplate)]
-    texts = [made.text if isinstance(made, PromptTemplate) else made.user for made in templates]
-    if not any("{prompt}" in text or "{messages}" in text for text in texts):
-        return
+    templates = {
+        agent: made for agent, made in enumerate(formatters) if isinstance(made, PromptTemplate | ChatTemplate)
+    }
     for index, item in enumerate(items):
-        if not isinstance(item.get("prompt", item.get("messages")), list):
-            continue  # nothing that a template could not read
-        try:
-            for template in templates:
+        for agent, template in templates.items():
+            try:
                 template(item)
-        except ValueError as error:
-            raise ConfigurationError(f"`{name}`: task item {index}: {error}") from error
+            except ValueError as error:
+                chat = isinstance(item.get("prompt", item.get("messages")), list)
+                whose = "" if chat else f"the formatter of agent {agent} failed on "
+                raise ConfigurationError(f"`{name}`: {whose}task item {index}: {error}") from error
 
 
 def gated_item(item: TaskItem, tokenizer: PreTrainedTokenizerBase) -> TaskItem:

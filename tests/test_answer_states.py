@@ -40,6 +40,11 @@ def generic(**entry):
 
 THINKING = {"type": "thinking", "thinking": "Let me see …"}
 REASONING = {"type": "reasoning", "content": None}
+HALF = {
+    "type": "message",
+    "status": "incomplete",
+    "content": [{"type": "output_text", "text": "half a sen"}],
+}
 CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
 # What came, and whether its text is used; why not otherwise.
 STATES = [
@@ -87,7 +92,20 @@ STATES = [
     ("openai_responses", responses("queued", None), "unfinished"),
     ("openai_responses", {"status": "completed", "output": [REASONING]}, "empty"),
     ("openai_responses", {"status": "completed", "output": [REASONING, CALL]}, "a tool is called"),
+    ("openai_responses", {"output": [{"type": "message", "status": "incomplete", "content": []}]}, "incomplete"),
+    ("openai_responses", responses("completed", None) | {"output": [HALF]}, "incomplete"),
+    (
+        "openai_responses",
+        responses("incomplete", None, incomplete_details={"reason": "max_output_tokens"}) | {"output": [HALF]},
+        None,
+    ),
+    ("openai", chat("stop", "\u200b\ufeff \x00"), "empty"),
     ("generic", generic(), None),
+    ("generic", generic() | {"status": "ok"}, None),
+    ("generic", generic() | {"status": "length"}, None),
+    ("generic", generic() | {"status": "incomplete"}, "incomplete"),
+    ("generic", generic() | {"finish_reason": "content_filter"}, "filtered"),
+    ("generic", generic(finish_reason="refusal") | {"status": "completed"}, "refused"),
     ("generic", {"completions": ["half a sen"]}, None),
     ("generic", generic(finish_reason="stop"), None),
     ("generic", generic(finish_reason="length"), None),
@@ -150,6 +168,19 @@ def test_fault_B109_each_request_has_a_seed_of_its_own():
     assert seeded(body, ()) == body
 
 
+@pytest.mark.parametrize("name", ["seed", "Seed", "random_seed", "randomSeed"])
+@pytest.mark.parametrize("base", [7, 7.0, "7", -7, 2**70])
+def test_fault_B109_a_seed_is_counted_on_however_it_is_written(name, base):
+    found = [seeded({name: base}, (1, 0, 0, index))[name] for index in range(4)]
+    assert len(set(found)) == 4
+    assert {type(seed) for seed in found} == {str if isinstance(base, str) else int}
+
+
+@pytest.mark.parametrize("value", [None, True, "auto", 0.5, float("inf"), float("nan"), {"type": "integer"}])
+def test_what_is_no_seed_is_sent_as_it_is(value):
+    assert repr(seeded({"seed": value}, (1, 0, 0, 0))) == repr({"seed": value})
+
+
 def test_fault_B109_one_candidate_per_request_is_a_new_answer_each_time():
     """The example of the documentation: `extra_body: {seed: 7}` with `max_n_per_request: 1`."""
     with FakeApi(lambda seen: Reply(chat("stop", f"drawn with {seen.body['seed']}"))) as api:
@@ -160,7 +191,8 @@ def test_fault_B109_one_candidate_per_request_is_a_new_answer_each_time():
             async with ApiClient(where) as client:
                 return await client.answer(ApiRequest("p", stream=(round_number, 0, 0)), range(4))
 
-        first, again, second = (list(asyncio.run(ask(number)).values()) for number in (1, 1, 2))
+        found = [asyncio.run(ask(number)) for number in (1, 1, 2)]
+    first, again, second = ([texts[index] for index in range(4)] for texts in found)
     assert first == again
     assert len({*first, *second}) == 8
 

@@ -76,6 +76,7 @@ def test_a_variable_that_stands_for_a_key_is_none():
     assert not may_be_secret("token", 5)
     kept = masked({"a": [{"hf_token": "x", "n": 3}], "b": CANARY, "key_env": "OPENAI_API_KEY"})
     assert kept == {"a": [{"hf_token": "(not shown)", "n": 3}], "b": "(not shown)", "key_env": "OPENAI_API_KEY"}
+    assert masked({"auth": {"type": "x", "value": "hello"}}) == {"auth": {"type": "x", "value": "(not shown)"}}
 
 
 @pytest.mark.parametrize(
@@ -86,12 +87,20 @@ def test_a_variable_that_stands_for_a_key_is_none():
         ({"extra_body": {"user": CANARY}}, "extra_body['user']"),
         ({"extra_body": {"users": ["a", CANARY]}}, "extra_body['users'][1]"),
         ({"extra_body": {CANARY: 1}}, "extra_body[…]"),
+        ({"extra_body": {"api_keys": ["hello"]}}, "extra_body['api_keys'][0]"),
+        ({"extra_body": {"hf_token": ("hello",)}}, "extra_body['hf_token'][0]"),
+        ({"extra_body": {"hf_token": b"hello"}}, "extra_body['hf_token']"),
+        ({"extra_body": {"auth": {"type": "bearer", "value": "hello"}}}, "extra_body['auth']['value']"),
+        ({"extra_body": {"api_key": {"values": ["hello"]}}}, "extra_body['api_key']['values'][0]"),
         ({"headers": {"XApiKey": "hello"}}, "headers['XApiKey']"),
         ({"headers": {"X-Team": f"${{USER}} {CANARY}"}}, "headers['X-Team']"),
         ({"url": f"{URL}?accessToken=hello"}, "the parameter 'accessToken' of `url`"),
         ({"url": f"{URL}?code=hello"}, "the parameter 'code' of `url`"),
         ({"url": f"{URL}?page={CANARY}"}, "the parameter 'page' of `url`"),
         ({"url": f"{URL}/{quote(CANARY)}/chat"}, "the path of `url`"),
+        ({"url": f"{URL};token=hello"}, "the path of `url`"),
+        ({"url": f"{URL}/to%6ben=hello/chat"}, "the path of `url`"),
+        ({"url": f"{URL}/key/9f86d081884c7d659a2feaa0c55ad015"}, "the path of `url`"),
         ({"url": f"{URL}#token=hello"}, "the parameter 'token' of `url`"),
         ({"model": f"m-{CANARY}"}, "`model`"),
         ({"parameter_names": {"n": CANARY}}, "parameter_names['n']"),
@@ -110,6 +119,23 @@ def test_what_is_no_key_is_taken():
     headers = {"X-Key": "${TEAM}", "X-Request-Id": "123e4567-e89b-12d3-a456-426614174000"}
     made = ApiEndpoint(URL + "?version=2", format="openai", model=PLAIN_VALUES[0], extra_body=body, headers=headers)
     assert made.extra_body == body
+    schema = {"properties": {"token": {"type": "string"}, "key": {"enum": ["a"]}}, "required": ["token"]}
+    assert ApiEndpoint(URL, extra_body={"response_format": {"schema": schema}}).extra_body["response_format"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/oauth2/v1/chat/completions",
+        "/auth/openai/gpt-4o-mini-2024-07-18",
+        "/keys/Llama31Instruct",
+        "/openai/deployments/gpt4o/chat/completions;version=2",
+        "/projects/123e4567-e89b-12d3-a456-426614174000/v1",
+        "/models/9f86d081884c7d659a2feaa0c55ad015a3bf4f1b/generate",
+    ],
+)
+def test_paths_without_a_key_are_taken(path):
+    assert ApiEndpoint(f"https://example.org{path}").url.endswith(path)
 
 
 @pytest.mark.parametrize("name", [CANARY, "a0b1c2d3e4f5a6b7", "0123456789abcdef0123456789abcdef"])

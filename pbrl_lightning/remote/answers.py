@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -76,7 +77,7 @@ class Answer:
     @property
     def text(self) -> str | None:
         """The completion: only of an answer that is whole or cut, and never a blank one; None otherwise."""
-        usable = self.state in (WHOLE, CUT) and self.content is not None and bool(self.content.strip())
+        usable = self.state in (WHOLE, CUT) and self.content is not None and not _is_blank(self.content)
         return self.content if usable else None
 
     @property
@@ -85,6 +86,11 @@ class Answer:
         if self.state == CUT:
             return "cut before its first word"
         return "empty" if self.state == WHOLE else self.state
+
+
+def _is_blank(text: str) -> bool:
+    """True if nothing of it can be seen: white space, controls, characters of no width."""
+    return all(character.isspace() or unicodedata.category(character) in ("Cc", "Cf") for character in text)
 
 
 def state_of(kind: ApiKind, word: Any) -> str:

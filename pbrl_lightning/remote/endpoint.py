@@ -12,7 +12,14 @@ from typing import Any, Final, Literal, get_args
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pbrl_lightning.utils.errors import ConfigurationError, raise_together
-from pbrl_lightning.utils.secrets import looks_secret, may_be_secret, names_secret, secret_places, without_secret
+from pbrl_lightning.utils.secrets import (
+    looks_secret,
+    may_be_secret,
+    names_secret,
+    path_holds_secret,
+    secret_places,
+    without_secret,
+)
 
 ApiFormat = Literal["generic", "openai", "anthropic", "openai_responses", "responses", "codex"]
 ApiKind = Literal["generic", "openai", "anthropic", "openai_responses"]
@@ -214,7 +221,7 @@ class ApiEndpoint:
         # `code` is the key of some clouds' functions
         named = [name for name, value in query if name == "code" or names_secret(name) or looks_secret(value)]
         literal += [f"the parameter {name!r} of `url`" for name in named]
-        literal += ["the path of `url`"] if any(map(looks_secret, unquote(parts.path).split("/"))) else []
+        literal += ["the path of `url`"] if path_holds_secret(unquote(parts.path)) else []
         literal += [f"`{name}`" for name in ("model", "response_field") if looks_secret(getattr(self, name) or "")]
         bad = [name for name, value in self.headers.items() if not _is_header(name, value)]
         named_well = not self.key_env or (_ENV_NAME.fullmatch(self.key_env) and not looks_secret(self.key_env))

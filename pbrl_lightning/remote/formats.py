@@ -10,10 +10,11 @@ from typing import Any, Final
 
 from pbrl_lightning.agents.prompts import plain_text
 from pbrl_lightning.batches import TaskItem
-from pbrl_lightning.remote.answers import WHOLE, Answer, state_of
+from pbrl_lightning.remote.answers import STATES, WHOLE, Answer, state_of
 from pbrl_lightning.remote.endpoint import ApiEndpoint, ApiKind
 
-_SEEDS: Final = ("seed", "random_seed")
+_STATE_NAMES: Final = ("finish_reason", "stop_reason", "status")
+_SEEDS: Final = ("seed", "randomseed")
 
 
 class UnreadableAnswerError(ValueError):
@@ -91,7 +92,8 @@ def seeded(value: Any, stream: tuple[str | int, ...]) -> Any:
     """``extra_body`` with each seed in it counted on, so that no two requests of a run have the same one.
 
     Args:
-        value: Any JSON; numbers named ``seed`` or ``random_seed`` in it, at any depth, are seeds.
+        value: Any JSON; whole numbers named ``seed``, ``random_seed`` or ``randomSeed`` in it, at any depth, are seeds,
+            also those written as texts.
         stream: What tells the request from others; empty leaves seeds as they are.
 
     Returns:
@@ -104,11 +106,17 @@ def seeded(value: Any, stream: tuple[str | int, ...]) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        name: _counted_seed(entry, stream)
-        if name in _SEEDS and isinstance(entry, int) and not isinstance(entry, bool)
-        else seeded(entry, stream)
+        name: _seed(entry, stream) if str(name).replace("_", "").lower() in _SEEDS else seeded(entry, stream)
         for name, entry in value.items()
     }
+
+
+def _seed(value: Any, stream: tuple[str | int, ...]) -> Any:
+    if isinstance(value, str) and value.isascii() and value.isdecimal():
+        return str(_counted_seed(int(value), stream))
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+        return _counted_seed(int(value), stream)
+    return seeded(value, stream)
 
 
 def _counted_seed(base: int, stream: tuple[str | int, ...]) -> int:
@@ -229,9 +237,11 @@ def _read_generic(body: Any, response_field: str) -> list[Answer]:
     if not found and isinstance(body, dict):
         raise_error_in(body)
     answers, odd = [], []
+    around = _state_around(body)
     for entry in found:
         try:
-            answers.append(Answer(_generic_text(entry), _generic_state(entry)))
+            state = _generic_state(entry)
+            answers.append(Answer(_generic_text(entry), around if state == WHOLE else state))
         except UnreadableAnswerError as error:  # the others are paid for, and good
             answers.append(Answer(None, "unreadable"))
             odd.append(error)
@@ -248,8 +258,15 @@ def _generic_state(entry: Any) -> str:
     holders = (entry, message if isinstance(message, dict) else {})
     if any(holder.get("refusal") for holder in holders):
         return "refused"
-    words = (holder.get(name) for name in ("finish_reason", "stop_reason", "status") for holder in holders)
+    words = (holder.get(name) for name in _STATE_NAMES for holder in holders)
     return state_of("generic", next((word for word in words if isinstance(word, str) and word), None))
+
+
+def _state_around(body: Any) -> str:
+    """What a generic answer says of all its completions; words that are not known, such as ``ok``, say nothing."""
+    words = [body.get(name) for name in _STATE_NAMES] if isinstance(body, dict) else []
+    states = [STATES["generic"].get(word.lower(), WHOLE) for word in words if isinstance(word, str)]
+    return next((state for state in states if state != WHOLE), WHOLE)
 
 
 def _generic_text(entry: Any) -> str | None:
@@ -296,6 +313,9 @@ def _read_responses(body: dict[str, Any]) -> list[Answer]:
     if word == "incomplete" and isinstance(details, dict):
         word = details.get("reason") or word
     state = "refused" if any(block.get("type") == "refusal" for block in blocks) else state_of("openai_responses", word)
+    if state == WHOLE:  # a message has a status of its own
+        states = [state_of("openai_responses", message.get("status")) for message in messages]
+        state = next((own for own in states if own != WHOLE), WHOLE)
     if state == WHOLE and not messages and any(str(entry.get("type")).endswith("_call") for entry in entries):
         state = "a tool is called"
     return [Answer(_block_text(blocks, "output_text"), state)]

@@ -34,6 +34,7 @@ _WORDS: Final = frozenset(
 )
 _ENDINGS: Final = ("apikey", "password", "secret", "token")
 _OF_TEXTS: Final = frozenset("bos cls end eos image mask pad sep special start stop unk".split())  # noqa: SIM905
+_HOLDERS: Final = ("value", "values", "data")
 _OF_TABLES: Final = frozenset("cache column group primary response sort".split())  # noqa: SIM905
 _ABOUT: Final = frozenset(
     "count counts env file id ids index length limit name names path size type version".split()  # noqa: SIM905
@@ -44,6 +45,7 @@ _PREFIXED = re.compile(
     r"|\beyJ[\w-]+\.eyJ[\w-]+|\bBearer\s+\S+|\bBasic\s+[\w+/=]{8,}|://[^/\s:@]+:[^/\s@]+@"
 )
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")
+_MIXED = re.compile(r"(?=\D*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{16,}")
 
 
 def names_secret(name: str) -> bool:
@@ -80,32 +82,46 @@ def may_be_secret(name: str, value: Any) -> bool:
 def masked(value: Any, name: str = "") -> Any:
     """Nested data in which :data:`MASKED` stands for whatever may be a key."""
     if isinstance(value, dict):
-        return {key: masked(entry, str(key)) for key, entry in value.items()}
+        return {key: masked(entry, _inner_name(name, str(key))) for key, entry in value.items()}
     if isinstance(value, list):
         return [masked(entry, name) for entry in value]
     return MASKED if may_be_secret(name, value) else value
 
 
-def secret_places(value: Any, place: str) -> list[str]:
+def secret_places(value: Any, place: str, name: str = "") -> list[str]:
     """Where in nested data a key may stand.
 
     Args:
         value: Mappings, lists and scalars.
         place: What to call it, such as ``extra_body``.
+        name: The name that it stands under, if any.
 
     Returns:
         Places such as ``extra_body['options']['hf_token']``.
     """
     if isinstance(value, dict):
         found = []
-        for name, entry in value.items():
-            inner = f"{place}[{_shown(str(name))}]"
-            named = names_secret(str(name)) and isinstance(entry, str) and bool(entry)
-            found += [inner] if named or looks_secret(str(name)) else secret_places(entry, inner)
+        for key, entry in value.items():
+            inner = f"{place}[{_shown(str(key))}]"
+            below = secret_places(entry, inner, _inner_name(name, str(key)))
+            found += [inner] if looks_secret(str(key)) else below
         return found
     if isinstance(value, list | tuple):
-        return [inner for index, entry in enumerate(value) for inner in secret_places(entry, f"{place}[{index}]")]
-    return [place] if isinstance(value, str) and looks_secret(value) else []
+        return [inner for index, entry in enumerate(value) for inner in secret_places(entry, f"{place}[{index}]", name)]
+    text = value.decode(errors="replace") if isinstance(value, bytes) else value
+    return [place] if isinstance(text, str) and text and (names_secret(name) or looks_secret(text)) else []
+
+
+def path_holds_secret(path: str) -> bool:
+    """True if a URL's path holds a key: by its look, as ``name=value``, or as letters and digits after a key's name."""
+    before = ""
+    for segment in re.split("[/;]", path):
+        name, _, value = segment.partition("=")
+        named = bool(value) and names_secret(name)
+        if named or looks_secret(segment) or (names_secret(before) and _MIXED.fullmatch(segment)):
+            return True
+        before = segment
+    return False
 
 
 def without_secret(text: str, secret: str, shown: str = "***") -> str:
@@ -141,6 +157,11 @@ def _is_random(run: str) -> bool:
     """True if lower case, upper case and digits change about as often as in random characters."""
     kinds = [kind for kind, _ in groupby(run, key=lambda c: "digit" if c.isdigit() else c.isupper())]
     return len(set(kinds)) == 3 and 3 * len(kinds) >= len(run)
+
+
+def _inner_name(outer: str, name: str) -> str:
+    """What counts as the name of an entry: ``value`` and the like take the name of the mapping that they stand in."""
+    return outer if name.lower() in _HOLDERS else name
 
 
 def _shown(name: str) -> str:

@@ -61,7 +61,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|lightning|transformers|peft|collections|pathlib|typing|contextlib|numpy)\..*"),
     ("py:.*", r"Tensor|nn\.Module|Optimizer|LRScheduler|PreTrainedTokenizerBase|timedelta"),
     ("py:.*", r"pbrl_lightning\.curves\.Curve"),
-    ("py:.*", "RLAlgorithm|CriticType|PairSelection|Guard"),
+    ("py:.*", "RLAlgorithm|CriticType|PairSelection|Guard|Thoughts"),
     ("py:mod", r"pbrl_lightning\.models\.text_end"),
     (
         "py:.*",

@@ -7,6 +7,7 @@ applied by the model's own ``forward``, so that scaling and soft-capping of logi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -72,7 +73,12 @@ def base_decoder_of(model: nn.Module) -> nn.Module | None:
 
 def accepts(model: nn.Module, argument: str) -> bool:
     """True if the model's forward names this argument."""
-    return argument in inspect.signature(type(model).forward).parameters
+    return argument in _parameters_of(type(model).forward)
+
+
+@functools.cache  # asked for at every step of decoding
+def _parameters_of(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def without_extras(model: nn.Module) -> dict[str, Any]:

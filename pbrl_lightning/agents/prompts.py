@@ -217,7 +217,11 @@ def gated_item(item: TaskItem, tokenizer: PreTrainedTokenizerBase) -> TaskItem:
 
 def render_prompt(formatter: Formatter, item: TaskItem, tokenizer: PreTrainedTokenizerBase) -> str:
     """The prompt text of one task item for one agent; control tokens that the item writes out are text in it."""
-    item = gated_item(item, tokenizer)
+    return render_gated(formatter, gated_item(item, tokenizer), tokenizer)
+
+
+def render_gated(formatter: Formatter, item: TaskItem, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for an item of :func:`gated_item`."""
     prompt = made_prompt(formatter, item)
     return prompt if isinstance(prompt, str) else render_chat(prompt, tokenizer)
 

@@ -34,7 +34,7 @@ from pbrl_lightning.agents.forward import ContextPair
 from pbrl_lightning.agents.loading import expand_sources, vocabulary_of, warn_once, write_directory
 from pbrl_lightning.agents.logprobs import ResponseLogps, response_logps
 from pbrl_lightning.agents.products import scoring_products
-from pbrl_lightning.agents.prompts import Formatter, encode_prompt, gated_item, render_prompt, resolve_formatters
+from pbrl_lightning.agents.prompts import Formatter, encode_prompt, gated_item, render_gated, resolve_formatters
 from pbrl_lightning.agents.restoring import load_team_weights, team_options
 from pbrl_lightning.agents.roles import JointAdapter, JointRoles, TagAdapter
 from pbrl_lightning.agents.sampling import SamplingConfig, SamplingFields, replace_fields
@@ -312,7 +312,7 @@ class AgentTeam(nn.Module):
                     f"task item {item_index} writes out a control token of agent {agent}'s tokenizer (or half a "
                     "character), which is kept as text; further ones are counted as `neutralized_texts`",
                 )
-            return render_prompt(formatter or self.formatters[agent], gated, self.tokenizer(agent))
+            return render_gated(formatter or self.formatters[agent], gated, self.tokenizer(agent))
         except Exception as error:
             raise ConfigurationError(
                 f"the formatter of agent {agent} failed on task item {item_index}: {error}"

@@ -364,10 +364,6 @@ class ScalarModel(nn.Module):
     def length_limit(self) -> int | None:
         """Most tokens of a text, None if neither the options nor the model name a limit."""
         limits = [self.max_length, context_length_of(self._decoder)]
-        if isinstance(self.head, ClassifierHead):
-            positions = getattr(getattr(self._decoder, "embeddings", None), "position_embeddings", None)
-            if isinstance(positions, nn.Embedding) and positions.padding_idx is not None:  # RoBERTa counts from there
-                limits.append(positions.num_embeddings - positions.padding_idx - 1)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
